@@ -1,0 +1,109 @@
+"""Measure the real peak of one candidate on the CPU: a few optimizer steps in this fresh process.
+
+    python benchmarks/peak.py '{"spec": {...}, "candidate": {...}}'
+
+prints one JSON line: resident bytes before (`runtime_bytes`, after a tiny step has loaded every library) and the growth
+of the peak over them. Run through `measure()`, which starts the process with the candidate's allocator settings.
+"""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from oomguard.candidate import Candidate, make_candidate
+from oomguard.estimate.malloc import STEADY_ENVIRONMENT
+from oomguard.spec import Spec, make_spec
+
+STEPS = 2  # the second step is the first with the optimizer's state in place
+
+
+def measure(spec: dict[str, Any], knobs: dict[str, Any], timeout: float = 600) -> dict[str, Any]:
+    """The measured row of one candidate, from a fresh process."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
+    if knobs.get("allocator") != "plain":
+        environment |= STEADY_ENVIRONMENT
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__)), json.dumps({"spec": spec, "candidate": knobs})],
+        capture_output=True, text=True, timeout=timeout, env=environment, check=True,
+    )  # fmt: skip
+    return json.loads(done.stdout)
+
+
+def tiny(spec: Spec) -> Spec:
+    """A spec that loads the same code and needs next to nothing."""
+    small: dict[str, Any] = {"cell": spec.cell, "seq": 4, "batch": 2, "hidden": 8, "layers": spec.layers}
+    small |= {"features": 4} if spec.vocab is None else {"vocab": 8}
+    small |= {"outputs": 8, "loss": spec.loss, "head": spec.head, "optimizer": spec.optimizer}
+    small |= {"bidirectional": spec.bidirectional, "dropout": spec.dropout, "layer_norm": spec.layer_norm}
+    return make_spec(small)
+
+
+def random_microbatches(spec: Spec, candidate: Candidate) -> Iterator[tuple[Any, Any]]:
+    """The batch in microbatches of random values, each made when its turn comes."""
+    import torch
+
+    left = spec.batch
+    while left > 0:
+        rows = min(left, candidate.microbatch)
+        left -= rows
+        shape = (rows, spec.steps) if spec.batch_first else (spec.steps, rows)
+        inputs = torch.randn(*shape, spec.inputs) if spec.vocab is None else torch.randint(spec.vocab, shape)
+        target_shape = shape if spec.head == "per-step" else (rows,)
+        if spec.loss == "cross-entropy":
+            yield inputs, torch.randint(spec.classes, target_shape)
+        else:
+            yield inputs, torch.randn(*target_shape, spec.classes)
+
+
+def run(spec: Spec, candidate: Candidate, steps: int) -> None:
+    """A few optimizer steps on random data."""
+    import torch
+
+    from oomguard.model import build
+    from oomguard.step import make_optimizer, step
+
+    torch._C._set_mkldnn_enabled(candidate.engine != "native")
+    model = build(spec)
+    optimizer = make_optimizer(model, candidate)
+    targets = spec.batch * (spec.steps if spec.head == "per-step" else 1)
+    for _ in range(steps):
+        step(model, optimizer, random_microbatches(spec, candidate), candidate, targets)
+
+
+def status_bytes(field: str) -> int:
+    """A figure of /proc/self/status."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field + ":"))
+    return int(line.split()[1]) * 1024
+
+
+def main() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    asked = json.loads(sys.argv[1])
+    spec = make_spec(asked["spec"])
+    candidate = make_candidate(spec, **asked["candidate"])
+    small = tiny(spec)
+    run(small, make_candidate(small, engine=candidate.engine, update=candidate.update), STEPS)
+    gc.collect()
+    runtime_bytes, runtime_committed_bytes = status_bytes("VmRSS"), status_bytes("VmData")
+    Path("/proc/self/clear_refs").write_text("5")
+    began = time.monotonic()
+    run(spec, candidate, STEPS)
+    row = {
+        "runtime_bytes": runtime_bytes,
+        "growth_bytes": status_bytes("VmHWM") - runtime_bytes,
+        "committed_growth_bytes": status_bytes("VmData") - runtime_committed_bytes,
+        "seconds_per_step": (time.monotonic() - began) / STEPS,
+    }
+    print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()

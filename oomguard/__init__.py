@@ -1,0 +1,44 @@
+"""oomguard: train LSTM, GRU and RNN models on long sequences without running out of memory.
+
+Names are imported when they are first used: `import oomguard` costs nothing, and does not import torch.
+
+>>> import oomguard
+>>> oomguard.Spec(cell="lstm", seq=10_000).hidden
+256
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["Candidate", "Estimate", "MisuseError", "OomguardError", "Spec", "__version__", "estimate"]
+
+if TYPE_CHECKING:
+    from oomguard.api import estimate
+    from oomguard.candidate import Candidate
+    from oomguard.errors import MisuseError, OomguardError
+    from oomguard.estimate.breakdown import Estimate
+    from oomguard.spec import Spec
+else:
+    _HOME = {
+        "Candidate": "oomguard.candidate",
+        "Estimate": "oomguard.estimate.breakdown",
+        "MisuseError": "oomguard.errors",
+        "OomguardError": "oomguard.errors",
+        "Spec": "oomguard.spec",
+        "estimate": "oomguard.api",
+    }
+
+    # `oomguard.estimate` is the function, yet a subpackage has that name too, and Python would bind the name to the
+    # subpackage at its first import, whenever that is. So its first import is here, where the name is given back.
+    import_module("oomguard.estimate")
+    del globals()["estimate"]
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module 'oomguard' has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(_HOME[name]), name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

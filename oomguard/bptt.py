@@ -1,0 +1,121 @@
+"""Backpropagation through time: one microbatch, forward and backward, in one of three ways.
+
+- plain: the whole sequence at once, as PyTorch users write it.
+- segmented (exact): forward once keeping only the states at the segments' borders; then, from the last segment to the
+  first, each is recomputed with its graph and differentiated. The loss is computed inside the segment, so the logits
+  of the whole sequence never exist.
+- windowed (lossy): the gradient is cut at every window's start.
+
+All add `scale x sum of the losses over steps and sequences` to the gradients and return that sum, detached.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from oomguard.candidate import Candidate
+from oomguard.model import Recurrent, State
+
+
+def backward(model: Recurrent, inputs: Tensor, targets: Tensor, candidate: Candidate, scale: float = 1.0) -> Tensor:
+    """One microbatch's loss and gradients, the way the candidate says."""
+    if candidate.window is not None:
+        return _windowed(model, inputs, targets, candidate.window, scale)
+    if candidate.segments > 1:
+        length = -(-inputs.shape[model.time_dim] // candidate.segments)
+        return _segmented(model, inputs, targets, length, scale)
+    outputs, _ = model(inputs, None)
+    loss = summed_loss(model.spec.loss, outputs, targets)
+    del outputs  # the graph keeps what it needs; a second reference would keep the logits through the backward pass
+    (loss * scale).backward()  # type: ignore[no-untyped-call]
+    return loss.detach()
+
+
+def summed_loss(kind: str | None, outputs: Tensor, targets: Tensor) -> Tensor:
+    """The loss, summed over steps and sequences."""
+    if kind == "cross-entropy":
+        return functional.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="sum")
+    return functional.mse_loss(outputs, targets, reduction="sum")
+
+
+def _pieces(model: Recurrent, inputs: Tensor, targets: Tensor, length: int) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Inputs and targets piece by piece; with a last-step head only the last piece has targets."""
+    starts = range(0, inputs.shape[model.time_dim], length)
+    per_step = model.spec.head == "per-step"
+    for start, piece in zip(starts, inputs.split(length, dim=model.time_dim), strict=True):
+        if per_step:
+            yield piece, targets.narrow(model.time_dim, start, piece.shape[model.time_dim])
+        else:
+            yield piece, targets if start == starts[-1] else None
+
+
+def _segmented(model: Recurrent, inputs: Tensor, targets: Tensor, length: int, scale: float) -> Tensor:
+    pieces = list(_pieces(model, inputs, targets, length))
+    borders: list[State | None] = [None]
+    rng_states = [torch.get_rng_state()]  # dropout has to fall the same way when a segment is recomputed
+    with torch.no_grad(), _keeping_nothing(model):
+        for piece, _ in pieces[:-1]:
+            borders.append(model.advance(piece, borders[-1])[1])
+            rng_states.append(torch.get_rng_state())
+    total = torch.zeros((), device=inputs.device)
+    after_grads: list[Tensor] = []
+    for piece, piece_targets in reversed(pieces):
+        before = _leaves(borders.pop())
+        torch.set_rng_state(rng_states.pop())
+        roots, loss = _roots(model, piece, piece_targets, before, scale)
+        total += loss
+        states = len(after_grads)  # the last segment's end state goes nowhere
+        torch.autograd.backward(roots if states else roots[:1], [None] * (len(roots) - states) + after_grads if states else None)
+        after_grads = [part.grad for part in _flat(before) if part.grad is not None]
+        del roots
+    return total
+
+
+def _windowed(model: Recurrent, inputs: Tensor, targets: Tensor, window: int, scale: float) -> Tensor:
+    before: State | None = None
+    total = torch.zeros((), device=inputs.device)
+    for piece, piece_targets in _pieces(model, inputs, targets, window):
+        if piece_targets is None:
+            with torch.no_grad(), _keeping_nothing(model):
+                before = model.advance(piece, before)[1]
+            continue
+        outputs, after = model(piece, before)
+        loss = summed_loss(model.spec.loss, outputs, piece_targets)
+        before = [tuple(part.detach() for part in call) for call in after]
+        del outputs, after
+        (loss * scale).backward()  # type: ignore[no-untyped-call]
+        total += loss.detach()
+    return total
+
+
+def _roots(
+    model: Recurrent, piece: Tensor, targets: Tensor | None, before: State | None, scale: float
+) -> tuple[list[Tensor], Tensor]:
+    """What the backward pass of one segment starts from: its loss, if it has one, then the state at its end."""
+    if targets is None:
+        return _flat(model.advance(piece, before)[1]), torch.zeros((), device=piece.device)
+    outputs, after = model(piece, before)
+    loss = summed_loss(model.spec.loss, outputs, targets)
+    return [loss * scale, *_flat(after)], loss.detach()
+
+
+def _flat(state: State | None) -> list[Tensor]:
+    return [] if state is None else [part for call in state for part in call]
+
+
+def _leaves(state: State | None) -> State | None:
+    """The state as a new start of the graph, so that its gradient can be handed to the segment before."""
+    return None if state is None else [tuple(part.detach().requires_grad_() for part in call) for call in state]
+
+
+@contextmanager
+def _keeping_nothing(model: Recurrent) -> Iterator[None]:
+    """Recurrent kernels in evaluation mode: in training mode they fill their reserve even without a graph."""
+    model.calls.train(False)
+    try:
+        yield
+    finally:
+        model.calls.train(model.training)

@@ -1,0 +1,165 @@
+"""The moments of a step: for each, what is alive, by term. The peak is the largest of them."""
+
+from oomguard.candidate import Candidate
+from oomguard.estimate import terms
+from oomguard.estimate.call import Count, where
+from oomguard.estimate.passes import Pass, between_bytes, border_bytes, entry_bytes
+from oomguard.estimate.place import CUBLAS_HANDLES
+from oomguard.spec import Spec
+
+TERMS = ("runtime", "weights", "gradients", "optimizer", "activations", "workspace", "logits", "input", "loader")
+MATH_BUFFER_BYTES = 3_400_000
+"""Buffers that the CPU's matrix library keeps after its first large product (measured: 3.3 to 3.5 MB, one thread)."""
+
+Terms = dict[str, Count]
+Moments = dict[str, Terms]
+
+
+def training_moments(step: Pass, kept: Pass) -> Moments:
+    """The moments of a training step.
+
+    `kept` is the pass whose activations live at once: the same piece, or the whole sequence if nothing is recomputed.
+    """
+    standing = _standing(step)
+    layers = range(step.first_trained, len(step.calls))
+    found: Moments = {"forward": standing | _forward(step, kept)}
+    found["loss"] = standing | _loss(step, kept)
+    found["backward of the head"] = standing | _head(step, kept)
+    # between the second and the last layer every figure is linear in the layer: the ends tell the peak
+    for layer in sorted({index for index in (layers.start, layers.start + 1, layers.stop - 1) if index in layers}):
+        name = f"layer {layer + 1}" if len(step.calls) > 1 else "the layers" if step.spec.layers > 1 else "the layer"
+        found[f"backward of {name}"] = standing | _backward(step, kept, layer)
+    if step.spec.vocab is not None and "embedding" not in step.spec.frozen:
+        found["backward of the embedding"] = standing | _embedding(step)
+    found["optimizer"] = standing | _optimizer(step)
+    return found
+
+
+def evaluation_moments(step: Pass) -> Moments:
+    """The only moment of an evaluation pass: forward without gradients, weights and input being all that stays."""
+    wide = max(range(len(step.calls)), key=lambda i: step.calls[i].inputs)
+    call, foot = step.calls[wide], step.feet[wide]
+    held = step.element_bytes * step.tokens * call.inputs + step.width_bytes
+    predictions = step.tokens if step.spec.head == "per-step" else step.candidate.microbatch
+    standing = _standing(step) | {"gradients": 0, "optimizer": 0}
+    logits = 8 * predictions * step.spec.classes
+    return {"evaluation": standing | {"activations": held, "workspace": foot.inference, "logits": logits}}
+
+
+def _standing(step: Pass) -> Terms:
+    """What is there at every moment: runtime, weights, optimizer state, the microbatch, the loader's part (CPU)."""
+    spec, candidate, place = step.spec, step.candidate, step.place
+    half = step.element_bytes < 4
+    weights = terms.weights_bytes(spec)
+    return dict.fromkeys(TERMS, 0) | {
+        "runtime": place.runtime_bytes,
+        "weights": weights + (weights // 2 if half else 0),  # autocast's cache of cast weights, until the pass ends
+        "optimizer": 0 if candidate.offload and place.cuda else terms.optimizer_bytes(spec, candidate),
+        "workspace": _libraries(step),
+        "input": terms.input_bytes(spec, candidate),
+        "loader": 0 if place.cuda else terms.loader_bytes(spec, candidate, pinned=False),
+    }
+
+
+def _libraries(step: Pass) -> int:
+    return CUBLAS_HANDLES * step.place.cublas_bytes if step.place.cuda else MATH_BUFFER_BYTES
+
+
+def _held(step: Pass) -> Count:
+    """Whether gradients of an earlier pass are there: later microbatches, later pieces."""
+    return (step.candidate.accumulation > 1) | (step.pieces > 1)
+
+
+def _activations(kept: Pass, upto: int) -> Count:
+    """What forward has kept up to call `upto`, and all that stays resident in the heap."""
+    first = kept.first_trained
+    total = entry_bytes(kept) + border_bytes(kept) + sum(foot.heap for foot in kept.feet[first:])
+    if kept.by_layer:  # one call's graph at a time; whole outputs of all layers, and two gradients of that size
+        whole = kept.element_bytes * terms.longest_tokens(kept.spec, kept.candidate.microbatch) * kept.spec.width
+        return total + (kept.spec.layers + 2) * whole + kept.feet[upto].kept
+    for index in range(first, upto + 1):
+        total = total + kept.feet[index].kept + (between_bytes(kept, index) if index < upto else 0)
+    return total
+
+
+def _all_activations(kept: Pass) -> Count:
+    last = len(kept.calls) - 1
+    return _activations(kept, last) + between_bytes(kept, last)
+
+
+def _forward(step: Pass, kept: Pass) -> Terms:
+    """The last call's forward: everything kept, and what it needs while it runs."""
+    gradients = where(_held(step), sum(terms.gradients_bytes(step.spec).values()), 0)
+    workspace = _libraries(step) + step.feet[-1].forward
+    return {"gradients": gradients, "activations": _all_activations(kept), "workspace": workspace}
+
+
+def _predictions(step: Pass) -> Count:
+    return step.tokens if step.spec.head == "per-step" else step.candidate.microbatch
+
+
+def _loss(step: Pass, kept: Pass) -> Terms:
+    """The loss: everything kept, the outputs and the loss's own buffers."""
+    gradients = where(_held(step), sum(terms.gradients_bytes(step.spec).values()), 0)
+    logits, _ = terms.logits_bytes(step.spec, _predictions(step), step.element_bytes)
+    return {"gradients": gradients, "activations": _all_activations(kept), "logits": logits}
+
+
+def _head(step: Pass, kept: Pass) -> Terms:
+    """The head's backward: the outputs' gradient, its weights' gradient, and the gradient of the last layer's output."""
+    of_parts = terms.gradients_bytes(step.spec)
+    head = of_parts["embedding"] if step.spec.tied else of_parts["head"]
+    _, logits = terms.logits_bytes(step.spec, _predictions(step), step.element_bytes)
+    return {
+        "gradients": head + where(_held(step), sum(of_parts.values()), 0),
+        "activations": _all_activations(kept) + step.width_bytes,
+        "logits": logits,
+    }
+
+
+def _backward(step: Pass, kept: Pass, index: int) -> Terms:
+    """Backward of one call: what lower calls keep, the gradient of its output, its work, gradients of all above."""
+    of_parts = terms.gradients_bytes(step.spec)
+    above = sum(of_parts[f"layer{i}"] for i in range(index + 1, len(step.calls))) + of_parts["head"]
+    if step.spec.tied:
+        above += of_parts["embedding"]
+    frozen = f"layer{index}" in step.spec.frozen
+    new = 0 if frozen else step.feet[index].weight_gradients
+    return {
+        "gradients": new + where(_held(step), sum(of_parts.values()), above),
+        "activations": _activations(kept, index) + step.width_bytes,
+        "workspace": _libraries(step) + step.feet[index].backward,
+    }
+
+
+def _embedding(step: Pass) -> Terms:
+    """Backward of the embedding: the gradient of its output, and a gradient as large as itself (or sparse rows)."""
+    spec = step.spec
+    of_parts = terms.gradients_bytes(spec)
+    rows = step.element_bytes * step.tokens * spec.inputs
+    sparse = 8 * step.tokens if spec.sparse_embedding else 0
+    again = of_parts["embedding"] * (2 if spec.tied else 1)
+    return {
+        "gradients": sum(of_parts.values()) + sparse + where(_held(step), again, again - of_parts["embedding"]),
+        "activations": rows + sum(foot.heap for foot in step.feet),
+        "workspace": _libraries(step),
+    }
+
+
+def _optimizer(step: Pass) -> Terms:
+    """The update: all gradients and the optimizer's temporary copies; the microbatch is gone."""
+    spec, candidate = step.spec, step.candidate
+    return {
+        "gradients": sum(terms.gradients_bytes(spec).values()),
+        "activations": sum(foot.heap for foot in step.feet),
+        "workspace": _libraries(step) + terms.update_bytes(spec, candidate) + _visiting(spec, candidate),
+        "input": 0,
+    }
+
+
+def _visiting(spec: Spec, candidate: Candidate) -> int:
+    """An offloaded state comes to the card parameter by parameter: room for the largest, in and out."""
+    if not candidate.offload:
+        return 0
+    largest = max(terms.elements([shape]) for shape in terms.trained(spec))
+    return 2 * terms.STATES_PER_WEIGHT.get(spec.optimizer, 1) * 4 * largest

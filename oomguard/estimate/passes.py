@@ -1,0 +1,149 @@
+"""One forward and backward pass: the calls it consists of, and what lies between them."""
+
+from dataclasses import dataclass
+
+from oomguard.candidate import Candidate
+from oomguard.estimate import terms
+from oomguard.estimate.call import Call, Count, Footprint, minimum
+from oomguard.estimate.engines import cudnn, native, onednn
+from oomguard.estimate.place import Place, engine_for
+from oomguard.spec import Spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """What a pass over one piece of the sequence consists of (the whole sequence, a segment, a window)."""
+
+    spec: Spec
+    candidate: Candidate
+    place: Place
+    engine: str
+    """The kernel that runs the cell."""
+    calls: tuple[Call, ...]
+    """The recurrent calls, first layer first."""
+    feet: tuple[Footprint, ...]
+    """What each of them needs."""
+    tokens: Count
+    """Tokens of the piece."""
+    pieces: Count
+    """Pieces that the sequence is gone through in."""
+
+    @property
+    def element_bytes(self) -> int:
+        """Of what the layers compute."""
+        return element_bytes(self.candidate)
+
+    @property
+    def width_bytes(self) -> Count:
+        """Bytes of one layer's output for the piece."""
+        return self.element_bytes * self.tokens * self.spec.width
+
+    @property
+    def by_layer(self) -> bool:
+        """A bidirectional model in pieces: each direction of each layer on its own, whole outputs between them."""
+        return self.spec.bidirectional and _in_pieces(self.candidate)
+
+    @property
+    def first_trained(self) -> int:
+        """Index of the first call that needs a graph: everything below it is frozen."""
+        if self.spec.vocab is not None and "embedding" not in self.spec.frozen:
+            return 0
+        frozen = [f"layer{i}" in self.spec.frozen for i in range(len(self.calls))]
+        return frozen.index(False) if False in frozen else len(self.calls)
+
+
+def element_bytes(candidate: Candidate) -> int:
+    """4 for fp32, 2 for fp16 and bf16."""
+    return 4 if candidate.precision == "fp32" else 2
+
+
+def _in_pieces(candidate: Candidate) -> bool:
+    several = candidate.segments > 1
+    return candidate.window is not None or bool(several if isinstance(several, bool) else several.any())
+
+
+def piece_steps(spec: Spec, candidate: Candidate) -> Count:
+    """Time steps of the longest piece: `ceil(T / segments)`, the window, or T."""
+    if candidate.window is not None:
+        return minimum(candidate.window, spec.steps)
+    return -(-spec.steps // candidate.segments)
+
+
+def make_pass(spec: Spec, candidate: Candidate, place: Place, *, steps: Count) -> Pass:
+    """The pass over a piece of so many steps."""
+    engine = engine_for(spec, candidate, place)
+    tokens = minimum(steps * candidate.microbatch, terms.longest_tokens(spec, candidate.microbatch))
+    calls = _calls(spec, candidate, engine, steps, tokens)
+    feet = tuple(_footprint(call, spec, candidate, place, engine) for call in calls)
+    return Pass(
+        spec=spec, candidate=candidate, place=place, engine=engine, calls=calls, feet=feet,
+        tokens=tokens, pieces=-(-spec.steps // steps),
+    )  # fmt: skip
+
+
+def _calls(spec: Spec, candidate: Candidate, engine: str, steps: Count, tokens: Count) -> tuple[Call, ...]:
+    """One call for all layers where cuDNN can; otherwise one for each layer."""
+    together = spec.one_call and engine == "cudnn" and not (spec.bidirectional and _in_pieces(candidate))
+    layers = spec.layers if together else 1
+    return tuple(
+        Call(
+            cell=spec.cell,
+            steps=steps,
+            rows=candidate.microbatch,
+            tokens=tokens,
+            inputs=spec.inputs if i == 0 else spec.width,
+            hidden=spec.hidden,
+            projection=spec.projection,
+            layers=layers,
+            directions=1 if spec.bidirectional and _in_pieces(candidate) else spec.directions,
+            element_bytes=element_bytes(candidate),
+            packed=spec.packed,
+        )
+        for i in range(spec.layers // layers)
+    )
+
+
+def _footprint(call: Call, spec: Spec, candidate: Candidate, place: Place, engine: str) -> Footprint:
+    if engine == "cudnn":
+        assert place.platform is not None  # a card has one
+        half = candidate.precision == "fp16"
+        return cudnn.footprint(call, place.platform, half=half, batch_first=spec.batch_first)
+    if engine == "onednn":
+        return onednn.footprint(call, batch_first=spec.batch_first)
+    allocator = "cuda" if place.cuda else candidate.allocator or "steady"
+    return native.footprint(call, allocator=allocator)
+
+
+def between_bytes(step: Pass, index: int) -> Count:
+    """What is kept between call `index` and whoever reads its output, beside what the engine keeps.
+
+    The output itself unless the engine keeps it; the normalisation's output and its two statistics per token; dropout's
+    mask (4 bytes an element on the CPU, 1 on CUDA) and output. Dropout alone does not need its input again.
+    """
+    spec, width_bytes = step.spec, step.width_bytes
+    dropout = spec.dropout > 0 and index < len(step.calls) - 1
+    kept: Count = 0
+    if not step.feet[index].keeps_output and (spec.layer_norm or not dropout):
+        kept = kept + width_bytes
+    if spec.layer_norm:
+        kept = kept + 8 * step.tokens + (0 if dropout else width_bytes)
+    if dropout:
+        kept = kept + width_bytes + step.tokens * (spec.width * (1 if step.place.cuda else 4))
+    return kept
+
+
+def entry_bytes(step: Pass) -> Count:
+    """What the first layer reads, if it is not the input itself: the embeddings, or the input cast to half precision."""
+    cast = step.element_bytes < 4
+    if step.spec.vocab is None and not cast:
+        return 0
+    return step.element_bytes * step.tokens * step.spec.inputs
+
+
+def border_bytes(step: Pass) -> Count:
+    """The states at the borders of all segments: `segments x layers x D x B x (H, and for LSTM its cell)`, fp32."""
+    spec, candidate = step.spec, step.candidate
+    if candidate.window is not None:
+        return 0
+    state = (spec.projection or spec.hidden) + (spec.hidden if spec.cell == "lstm" else 0)
+    return (candidate.segments - 1) * candidate.microbatch * (4 * spec.layers * spec.directions * state)

@@ -1,0 +1,68 @@
+"""Where a step runs, as far as arithmetic cares: the CPU, or a card that may not be here."""
+
+from dataclasses import dataclass
+
+from oomguard.candidate import Candidate
+from oomguard.errors import MisuseError
+from oomguard.estimate.engines.cudnn import Platform
+from oomguard.estimate.gpus import Card
+from oomguard.spec import Spec
+from oomguard.units import MIB
+
+CPU_RUNTIME_BYTES = 318 * MIB
+"""Resident bytes of a process that has imported torch and run a tiny step: interpreter, libraries, oneDNN's kernels.
+Median of the rows in benchmarks/results/cpu_peaks.csv (torch 2.13.0, CPU build, Python 3.11)."""
+CUBLAS_HANDLES = 2
+"""cuBLAS workspaces alive: the backward pass runs in a thread with a handle of its own (CublasHandlePool.cpp)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The device of an estimate."""
+
+    device: str
+    """`cpu`, `cuda`, or a card's name."""
+    cuda: bool
+    """Whether it is a card."""
+    runtime_bytes: int
+    """What is there before any model: interpreter and libraries (CPU), the context (CUDA)."""
+    cublas_bytes: int = 0
+    """One cuBLAS workspace."""
+    platform: Platform | None = None
+    """What decides on cuDNN's algorithm."""
+
+
+CPU = Place(device="cpu", cuda=False, runtime_bytes=CPU_RUNTIME_BYTES)
+
+
+def on_card(card: Card, device: str | None = None) -> Place:
+    """The place that a named card is."""
+    return Place(
+        device=device or card.name,
+        cuda=True,
+        runtime_bytes=card.context_bytes,
+        cublas_bytes=card.cublas_workspace_bytes,
+        platform=Platform(capability=card.compute_capability, multiprocessors=card.sms),
+    )
+
+
+def engine_for(spec: Spec, candidate: Candidate, place: Place) -> str:
+    """The engine that runs the cell: the candidate's, or what PyTorch would take.
+
+    On CUDA that is cuDNN; on the CPU oneDNN for LSTM without projection or packing, otherwise PyTorch's own kernels.
+    """
+    onednn = spec.cell == "lstm" and spec.projection is None and not spec.packed
+    if place.cuda:
+        possible = ["cudnn", "native"]
+    else:
+        possible = ["onednn", "native"] if onednn else ["native"]
+    if candidate.engine is None:
+        return possible[0]
+    if candidate.engine not in possible:
+        what = "packed " * spec.packed + "projected " * bool(spec.projection) + spec.cell
+        raise MisuseError(
+            rule=f"On {place.device} a {what} runs on {' or '.join(possible)}",
+            got=f"got --engine {candidate.engine}",
+            advice="Leave --engine out, or change --device.",
+        )
+    return candidate.engine

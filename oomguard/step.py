@@ -1,0 +1,49 @@
+"""One optimizer step: the same code in the probe and in training."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, RMSprop
+
+from oomguard.bptt import backward
+from oomguard.candidate import Candidate
+from oomguard.errors import MisuseError
+from oomguard.model import Recurrent, trainable
+
+_PLAIN = {"adam": Adam, "adamw": AdamW, "rmsprop": RMSprop, "adagrad": Adagrad}
+
+
+def make_optimizer(model: Recurrent, candidate: Candidate, lr: float = 1e-3) -> Optimizer:
+    """The spec's optimizer over the trained parameters, run the way the candidate says."""
+    name = model.spec.optimizer
+    parameters = trainable(model)
+    foreach = candidate.update == "foreach"
+    how = {"fused": True} if candidate.update == "fused" else {"foreach": foreach}
+    if name in ("sgd", "sgd-momentum"):
+        return SGD(parameters, lr=lr, momentum=0.9 if name == "sgd-momentum" else 0.0, **how)
+    if name == "adafactor":
+        return Adafactor(parameters, lr=lr, foreach=foreach)
+    if name in _PLAIN:
+        return _PLAIN[name](parameters, lr=lr, **how)  # type: ignore[arg-type]
+    raise MisuseError(
+        rule="The optimizer must be one that PyTorch has",
+        got=f"{name} needs another library",
+        advice="Take --optimizer adam for a run; estimates know it.",
+    )
+
+
+def step(
+    model: Recurrent, optimizer: Optimizer, microbatches: Iterable[tuple[Tensor, Tensor]], candidate: Candidate, targets: int
+) -> Tensor:
+    """Accumulate the gradient of all microbatches, then update once; returns the mean loss over the targets.
+
+    `targets` is the number of targets in the whole batch, so that unequal microbatches weigh what they hold.
+    """
+    total = torch.zeros(())
+    for inputs, wanted in microbatches:
+        total += backward(model, inputs, wanted, candidate, scale=1.0 / targets)
+        del inputs, wanted  # otherwise this microbatch still lives while the next one is made
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return total / targets

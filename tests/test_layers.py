@@ -1,0 +1,120 @@
+"""The import direction: a file imports only from above it, so that every file can be read with those above it alone."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "oomguard"
+ORDER = [
+    *("errors", "units", "spec", "candidate", "estimate", "device", "model", "bptt", "step", "probe", "calibrate"),
+    *("search", "plan", "data", "guard", "train", "report", "api", "cli"),
+]
+"""Files and folders of the package, from the top; inside a folder, files may import one another."""
+FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+each_file = pytest.mark.parametrize(
+    "file", [file for file in FILES if str(file) not in ("__init__.py", "__main__.py")], ids=str
+)
+
+
+def layer_of(file: Path) -> str:
+    """The file or folder of the package that a file belongs to."""
+    return file.with_suffix("").parts[0]
+
+
+def imports(file: Path, source: str) -> Iterator[str]:
+    """Dotted names of all that the source of a file of the package imports, wherever in it, relative ones resolved."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (f"import {alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            here = ("oomguard", *file.parent.parts)
+            base = ".".join(here[: len(here) - node.level + 1]) if node.level else ""
+            home = ".".join(part for part in (base, node.module) if part)
+            yield from (f"{home}.{alias.name}" for alias in node.names)
+
+
+def upward_imports(file: Path, source: str) -> list[str]:
+    """The imports of a file that point against the order, or at the package as a whole."""
+    own = ORDER.index(layer_of(file))
+    found = []
+    for name in imports(file, source):
+        if name.removeprefix("import ").split(".")[0] != "oomguard":
+            continue
+        # `import oomguard.x` binds the whole package, and `from oomguard import x` asks it: both hide the direction
+        layer = "" if name.startswith("import ") else name.split(".")[1]
+        if layer not in ORDER or ORDER.index(layer) > own:
+            found.append(name)
+    return found
+
+
+def importers(package: str) -> set[str]:
+    """Files of ours that import another package."""
+    return {
+        str(file)
+        for file in FILES
+        for name in imports(file, (PACKAGE / file).read_text())
+        if name.removeprefix("import ").split(".")[0] == package
+    }
+
+
+@each_file
+def test_a_file_imports_only_from_above_it(file: Path) -> None:
+    assert upward_imports(file, (PACKAGE / file).read_text()) == []
+
+
+@each_file
+def test_every_file_has_its_place_in_the_order(file: Path) -> None:
+    assert layer_of(file) in ORDER
+
+
+def test_nothing_above_the_device_imports_torch() -> None:
+    above = set(ORDER[: ORDER.index("device")])
+    assert not {file for file in importers("torch") if layer_of(Path(file)) in above}
+
+
+def test_only_the_search_loop_imports_optuna() -> None:
+    assert importers("optuna") <= {"search/loop.py"}
+
+
+def test_only_the_device_imports_nvml() -> None:
+    assert importers("pynvml") <= {"device/cuda.py"}
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("units.py", "from oomguard.spec import Spec"),
+        ("units.py", "import oomguard.spec"),
+        ("units.py", "import oomguard.spec as spec"),
+        ("units.py", "from oomguard import Spec"),
+        ("units.py", "from . import spec"),
+        ("units.py", "from .spec import Spec"),
+        ("units.py", "def late():\n    from oomguard.cli import main"),
+        ("units.py", "if TYPE_CHECKING:\n    from oomguard.api import estimate"),
+        ("estimate/terms.py", "from oomguard.device import cpu"),
+        ("estimate/engines/cudnn.py", "from ...device.cuda import Reading"),
+        ("estimate/engines/cudnn.py", "from oomguard.nowhere import thing"),
+        ("train.py", "import math, oomguard.report"),
+    ],
+)
+def test_an_upward_import_is_found(file: str, source: str) -> None:
+    assert len(upward_imports(Path(file), source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("spec.py", "from oomguard.errors import MisuseError"),
+        ("spec.py", "from .errors import MisuseError"),
+        ("estimate/terms.py", "from oomguard.estimate import allocator"),
+        ("estimate/terms.py", "from oomguard.estimate.engines import cudnn"),
+        ("estimate/engines/cudnn.py", "from oomguard.estimate.call import Call"),
+        ("estimate/engines/cudnn.py", "from ..call import Call"),
+        ("cli.py", "from oomguard.api import estimate"),
+        ("units.py", "import math\nimport torch.nn\nfrom numpy import array\nimport oomguards"),
+    ],
+)
+def test_an_import_from_above_is_allowed(file: str, source: str) -> None:
+    assert upward_imports(Path(file), source) == []
