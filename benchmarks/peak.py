@@ -44,21 +44,28 @@ def tiny(spec: Spec) -> Spec:
     return make_spec(small)
 
 
+def microbatch_rows(batch: int, microbatch: int) -> list[int]:
+    """The batch in microbatches; an uneven one goes first, so that the full ones meet the same memory each time."""
+    full, rest = divmod(batch, microbatch)
+    return [rest] * (rest > 0) + [microbatch] * full
+
+
 def random_microbatches(spec: Spec, candidate: Candidate) -> Iterator[tuple[Any, Any]]:
-    """The batch in microbatches of random values, each made when its turn comes."""
+    """The batch in microbatches of random values, each made when its turn comes and held by nobody here."""
+    for rows in microbatch_rows(spec.batch, candidate.microbatch):
+        yield random_microbatch(spec, rows)
+
+
+def random_microbatch(spec: Spec, rows: int) -> tuple[Any, Any]:
+    """Inputs and targets of so many sequences."""
     import torch
 
-    left = spec.batch
-    while left > 0:
-        rows = min(left, candidate.microbatch)
-        left -= rows
-        shape = (rows, spec.steps) if spec.batch_first else (spec.steps, rows)
-        inputs = torch.randn(*shape, spec.inputs) if spec.vocab is None else torch.randint(spec.vocab, shape)
-        target_shape = shape if spec.head == "per-step" else (rows,)
-        if spec.loss == "cross-entropy":
-            yield inputs, torch.randint(spec.classes, target_shape)
-        else:
-            yield inputs, torch.randn(*target_shape, spec.classes)
+    shape = (rows, spec.steps) if spec.batch_first else (spec.steps, rows)
+    inputs = torch.randn(*shape, spec.inputs) if spec.vocab is None else torch.randint(spec.vocab, shape)
+    wanted = shape if spec.head == "per-step" else (rows,)
+    if spec.loss == "cross-entropy":
+        return inputs, torch.randint(spec.classes, wanted)
+    return inputs, torch.randn(*wanted, spec.classes)
 
 
 def run(spec: Spec, candidate: Candidate, steps: int) -> None:

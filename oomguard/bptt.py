@@ -17,11 +17,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from oomguard.candidate import Candidate
+from oomguard.errors import MisuseError
 from oomguard.model import Recurrent, State
 
 
 def backward(model: Recurrent, inputs: Tensor, targets: Tensor, candidate: Candidate, scale: float = 1.0) -> Tensor:
     """One microbatch's loss and gradients, the way the candidate says."""
+    if model.spec.bidirectional and (candidate.window is not None or candidate.segments > 1):
+        raise MisuseError(
+            rule="The second direction of a bidirectional model must see the whole sequence",
+            got=f"got segments {candidate.segments} and window {candidate.window}",
+            advice="Take segments 1, or a model of one direction.",
+        )
     if candidate.window is not None:
         return _windowed(model, inputs, targets, candidate.window, scale)
     if candidate.segments > 1:
@@ -45,7 +52,7 @@ def _pieces(model: Recurrent, inputs: Tensor, targets: Tensor, length: int) -> I
     """Inputs and targets piece by piece; with a last-step head only the last piece has targets."""
     starts = range(0, inputs.shape[model.time_dim], length)
     per_step = model.spec.head == "per-step"
-    for start, piece in zip(starts, inputs.split(length, dim=model.time_dim), strict=True):
+    for start, piece in zip(starts, torch.split(inputs, length, dim=model.time_dim), strict=True):
         if per_step:
             yield piece, targets.narrow(model.time_dim, start, piece.shape[model.time_dim])
         else:
@@ -60,23 +67,25 @@ def _segmented(model: Recurrent, inputs: Tensor, targets: Tensor, length: int, s
         for piece, _ in pieces[:-1]:
             borders.append(model.advance(piece, borders[-1])[1])
             rng_states.append(torch.get_rng_state())
-    total = torch.zeros((), device=inputs.device)
-    after_grads: list[Tensor] = []
+    total = torch.zeros((), device=inputs.device, dtype=_dtype(model))
+    after_grads: list[Tensor | None] = []  # the last segment's end state goes nowhere
     for piece, piece_targets in reversed(pieces):
         before = _leaves(borders.pop())
         torch.set_rng_state(rng_states.pop())
-        roots, loss = _roots(model, piece, piece_targets, before, scale)
-        total += loss
-        states = len(after_grads)  # the last segment's end state goes nowhere
-        torch.autograd.backward(roots if states else roots[:1], [None] * (len(roots) - states) + after_grads if states else None)
-        after_grads = [part.grad for part in _flat(before) if part.grad is not None]
-        del roots
+        loss, ends = _ends(model, piece, piece_targets, before)
+        seeds = [(end, grad) for end, grad in zip(ends, after_grads) if end.requires_grad and grad is not None]  # noqa: B905
+        if loss is not None:
+            seeds.append((loss * scale, torch.ones_like(loss)))
+            total += loss.detach()
+        torch.autograd.backward([end for end, _ in seeds], [grad for _, grad in seeds])
+        after_grads = [part.grad for part in _flat(before)]
+        del loss, ends, seeds  # the graph of this segment goes before the next one comes
     return total
 
 
 def _windowed(model: Recurrent, inputs: Tensor, targets: Tensor, window: int, scale: float) -> Tensor:
     before: State | None = None
-    total = torch.zeros((), device=inputs.device)
+    total = torch.zeros((), device=inputs.device, dtype=_dtype(model))
     for piece, piece_targets in _pieces(model, inputs, targets, window):
         if piece_targets is None:
             with torch.no_grad(), _keeping_nothing(model):
@@ -91,15 +100,18 @@ def _windowed(model: Recurrent, inputs: Tensor, targets: Tensor, window: int, sc
     return total
 
 
-def _roots(
-    model: Recurrent, piece: Tensor, targets: Tensor | None, before: State | None, scale: float
-) -> tuple[list[Tensor], Tensor]:
-    """What the backward pass of one segment starts from: its loss, if it has one, then the state at its end."""
+def _ends(
+    model: Recurrent, piece: Tensor, targets: Tensor | None, before: State | None
+) -> tuple[Tensor | None, list[Tensor]]:
+    """What the backward pass of one segment starts from: its loss, if it has targets, and the state at its end."""
     if targets is None:
-        return _flat(model.advance(piece, before)[1]), torch.zeros((), device=piece.device)
+        return None, _flat(model.advance(piece, before)[1])
     outputs, after = model(piece, before)
-    loss = summed_loss(model.spec.loss, outputs, targets)
-    return [loss * scale, *_flat(after)], loss.detach()
+    return summed_loss(model.spec.loss, outputs, targets), _flat(after)
+
+
+def _dtype(model: Recurrent) -> torch.dtype:
+    return model.head.weight.dtype
 
 
 def _flat(state: State | None) -> list[Tensor]:

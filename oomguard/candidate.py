@@ -1,12 +1,15 @@
 """Candidate: one value for every knob. A knob is exact (the same gradient up to rounding) or lossy."""
 
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
+import numpy as np
 
+from oomguard.checks import check_switch, check_whole, flag, nearest, shown
 from oomguard.errors import MisuseError
-from oomguard.spec import Spec, check_switch, check_whole, flag, nearest, shown
+from oomguard.spec import Spec
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Engine = Literal["cudnn", "onednn", "native"]
@@ -143,6 +146,7 @@ def make_candidate(spec: Spec, **knobs: Any) -> Candidate:
 
 def check_candidate(spec: Spec, candidate: Candidate) -> None:
     """Raise unless the candidate can serve the spec: the batch comes out, and no piece is shorter than a step."""
+    check_whole("microbatch", candidate.microbatch, 1, spec.batch)
     passes = -(-spec.batch // candidate.microbatch)
     if candidate.accumulation != passes:
         raise MisuseError(
@@ -152,3 +156,139 @@ def check_candidate(spec: Spec, candidate: Candidate) -> None:
         )
     for name in ("segments", "window"):
         check_whole(name, getattr(candidate, name), 1, spec.steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Candidates:
+    """Many candidates at once. Each knob, as `Candidate` has it, is one value for all or a 1-D array of one for each.
+
+    Checked at birth. Without an accumulation, it follows from the batch (`serve`). `[i]` is the i-th candidate.
+
+    >>> some = Candidates(microbatch=[8, 16, 32], precision="bf16", window=[None, 100, None])
+    >>> len(some), some[1].window, some[2].window
+    (3, 100, None)
+    """
+
+    microbatch: Any
+    accumulation: Any = None
+    precision: Any = "fp32"
+    segments: Any = 1
+    recompute: Any = True
+    window: Any = None
+    engine: Any = None
+    threads: Any = None
+    offload: Any = False
+    update: Any = "foreach"
+    state_8bit: Any = False
+    allocator: Any = None
+    workers: Any = 0
+    prefetch: Any = 2
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            object.__setattr__(self, field.name, _column(field.name, getattr(self, field.name)))
+        lengths = {name: len(value) for name, value in self.arrays.items()}
+        if len(set(lengths.values())) > 1:
+            raise MisuseError(
+                rule="The arrays of several candidates must be equally long",
+                got="got " + " and ".join(f"{length:,} of {flag(name)}" for name, length in lengths.items()),
+                advice="Repeat or cut them to one length.",
+            )
+        both = ~is_none(self.window) & np.greater(self.segments, 1)
+        if both.any():
+            raise MisuseError(
+                rule="A candidate has either segments or a window",
+                got=f"candidate {int(both.argmax()):,} has both",
+                advice="Set its segments to 1, or its window to None.",
+            )
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        """All knobs by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """The knobs that are arrays."""
+        return {name: value for name, value in self.knobs.items() if isinstance(value, np.ndarray)}
+
+    def __len__(self) -> int:
+        return max((len(value) for value in self.arrays.values()), default=1)
+
+    def __getitem__(self, index: int) -> Candidate:
+        ones = {name: value[index] for name, value in self.arrays.items()}
+        knobs = self.knobs | {name: one.item() if isinstance(one, np.generic) else one for name, one in ones.items()}
+        if knobs["accumulation"] is None:
+            del knobs["accumulation"]
+        return Candidate(**knobs)
+
+
+def _column(name: str, values: Any) -> Any:
+    """A knob's values, checked by `Candidate` itself: the least and the largest number, or every distinct value."""
+    if isinstance(values, np.generic) or (isinstance(values, np.ndarray) and not values.ndim):
+        values = values.item()
+    if not isinstance(values, np.ndarray | list | tuple):
+        if not (name == "accumulation" and values is None):
+            _check(name, values)
+        return values
+    try:
+        array = np.asarray(values)
+        given = array[~is_none(array)]
+        typed = np.array(given.tolist()) if given.dtype == object and given.size else given
+        whole = typed.dtype.kind in "iu" and typed.size
+        distinct = {int(typed.min()), int(typed.max())} if whole else {*typed.tolist()}
+    except (TypeError, ValueError, OverflowError):  # ragged, or of something that cannot be counted
+        array, distinct = np.empty(0), set()
+    if array.ndim != 1 or not array.size:
+        raise MisuseError(
+            rule=f"{flag(name)} must be one value, or a 1-D array of at least one",
+            got=f"got {shown(values)}",
+            advice="Flatten it, or leave it out.",
+        )
+    mixed = len(given) < len(array)
+    for value in [*distinct, *([None] if mixed else [])]:
+        _check(name, value)
+    if mixed:
+        return array
+    return typed.astype(np.int64) if typed.dtype.kind in "iu" else typed
+
+
+def _check(name: str, value: Any) -> None:
+    knobs: dict[str, Any] = {"microbatch": 1, name: value}
+    Candidate(**knobs)
+
+
+def is_none(values: Any) -> Any:
+    """Where a knob has no value.
+
+    >>> bool(is_none(None)), is_none(np.array([1, None])).tolist()
+    (True, [False, True])
+    """
+    if not isinstance(values, np.ndarray):
+        return np.array(values is None)
+    if values.dtype != object:
+        return np.zeros(values.shape, dtype=bool)
+    return np.asarray(values == np.array(None)).astype(bool)
+
+
+def serve(spec: Spec, candidates: Candidates) -> Candidates:
+    """The candidates with their accumulation, once it is certain that they can serve the spec (as `check_candidate`).
+
+    >>> serve(Spec(cell="gru", seq=100, batch=32), Candidates(microbatch=[7, 32])).accumulation.tolist()
+    [5, 1]
+    """
+    passes = -(-spec.batch // candidates.microbatch)
+    if candidates.accumulation is None:
+        candidates = Candidates(**candidates.knobs | {"accumulation": passes})
+    wrong = np.asarray(candidates.accumulation != passes)
+    if wrong.any():
+        raise MisuseError(
+            rule="Microbatch x accumulation must give the batch (the last microbatch may be smaller)",
+            got=f"that of candidate {int(wrong.argmax()):,} does not give {spec.batch}",
+            advice="Leave the accumulation out, or change --batch.",
+        )
+    for name in ("segments", "window"):
+        values = np.atleast_1d(getattr(candidates, name))
+        given = values[~is_none(values)]
+        check_whole(name, int(given.max()) if given.size else None, 1, spec.steps)
+    return candidates

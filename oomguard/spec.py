@@ -1,16 +1,14 @@
 """Spec: what the user wants trained. oomguard never changes it.
 
-A spec comes from flags, from a TOML file (`load_spec`), from Python (`Spec(...)`) or from a preset, and goes through
-JSON and back unchanged.
+A spec comes from flags, from a TOML file or a preset (presets.py), or from Python (`Spec(...)`), and goes through JSON
+and back unchanged.
 """
 
-import difflib
-import tomllib
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import msgspec
 
+from oomguard.checks import check_switch, check_whole, flag, nearest, shown
 from oomguard.errors import MisuseError
 
 Cell = Literal["rnn", "lstm", "gru"]
@@ -19,12 +17,12 @@ Head = Literal["per-step", "last-step"]
 Loss = Literal["cross-entropy", "mse"]
 Optimizer = Literal["sgd", "sgd-momentum", "adam", "adamw", "rmsprop", "adagrad", "adafactor", "adam8bit"]
 
+SPARSE_OPTIMIZERS = ("sgd", "sgd-momentum", "adagrad")
+"""Those of PyTorch's optimizers among ours that take sparse gradients."""
 MAX_SEQ = 10**9
 """Longest sequence: a billion steps. Beyond it one border state per segment no longer fits any machine."""
 MAX_STEP_ELEMENTS = 1 << 50
 """Elements of the widest tensor of one step: keeps every byte count far inside an int64."""
-MAX_FILE_BYTES = 1 << 24
-"""Largest spec file: a histogram of a million lengths. Without it, naming /dev/zero would fill the memory."""
 
 _BOUNDS = {
     "seq": (1, MAX_SEQ),
@@ -159,54 +157,6 @@ def _defaults(spec: Spec) -> dict[str, Any]:
     }
 
 
-def check_whole(name: str, value: object, low: int, high: int, *, optional: bool = True) -> None:
-    """Raise unless the value is a whole number from low to high (or None: an optional field that is not set)."""
-    if value is None and optional:
-        return
-    if type(value) is not int or not low <= value <= high:
-        raise MisuseError(
-            rule=f"{flag(name)} must be a whole number from {low:,} to {high:,}",
-            got=f"got {shown(value)}",
-            advice=f"Give {flag(name)} a number in that range.",
-        )
-
-
-def check_switch(name: str, value: object) -> None:
-    """Raise unless the value is True or False: 1 and 0 would not come back from JSON as they went."""
-    if type(value) is not bool:
-        raise MisuseError(
-            rule=f"{flag(name)} must be true or false",
-            got=f"got {shown(value)}",
-            advice="Write true or false, without quotes.",
-        )
-
-
-def flag(name: str) -> str:
-    """The flag a user knows a field by.
-
-    >>> flag("cell"), flag("layer_norm")
-    ('--model', '--layer-norm')
-    """
-    return "--model" if name == "cell" else "--" + name.replace("_", "-")
-
-
-def shown(value: object) -> str:
-    """A value for a message, short: ints with separators, long text cut."""
-    if type(value) is int:
-        return f"{value:,}" if abs(value) < 10**18 else "a number of more than 18 digits"
-    try:
-        text = repr(value)
-    except Exception:  # somewhere inside is an int too long to print, or a class whose repr fails
-        text = f"something of type {type(value).__name__}"
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def nearest(word: object, choices: list[str]) -> str:
-    """Advice that names the likeliest choices for a mistyped word."""
-    close = difflib.get_close_matches(word, choices, n=3, cutoff=0.5) if isinstance(word, str) else []
-    return f"Did you mean {' or '.join(close)}?" if close else f"Choose from {', '.join(choices)}."
-
-
 def _check_types(spec: Spec) -> None:
     for name, choices in _CHOICES.items():
         value = getattr(spec, name)
@@ -286,6 +236,12 @@ def _check_together(spec: Spec) -> None:
             "Add --vocab, or leave --sparse-embedding out.",
         ),
         (
+            spec.sparse_embedding and spec.optimizer not in SPARSE_OPTIMIZERS,
+            f"A sparse gradient needs one of the optimizers {', '.join(SPARSE_OPTIMIZERS)}",
+            f"got --optimizer {spec.optimizer}",
+            "Change --optimizer, or leave --sparse-embedding out.",
+        ),
+        (
             spec.projection is not None and spec.cell != "lstm",
             "--projection is for --model lstm only",
             f"got --model {spec.cell}",
@@ -350,48 +306,6 @@ def _widest(spec: Spec) -> int:
     return spec.steps * spec.batch * width
 
 
-PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
-    "char-lm": (
-        "next-character language model on long text",
-        {"cell": "lstm", "seq": 2000, "vocab": 256, "embedding": 128, "hidden": 512, "layers": 2, "batch": 64},
-    ),
-    "forecast": (
-        "forecast of a multivariate series from a long history",
-        {"cell": "gru", "seq": 10_000, "features": 16, "hidden": 128, "layers": 2, "head": "last-step", "batch": 64},
-    ),
-    "speech": (
-        "frame-wise phonemes from 80 mel bands, bidirectional",
-        {
-            **{"cell": "lstm", "seq": 1500, "features": 80, "hidden": 320, "layers": 4, "bidirectional": True},
-            **{"outputs": 48, "loss": "cross-entropy", "dropout": 0.1, "batch": 32},
-        },
-    ),
-    "sentiment": (
-        "one label for a text of up to 1,000 words",
-        {
-            **{"cell": "gru", "seq": 1000, "vocab": 30_000, "embedding": 300, "hidden": 256, "layers": 1},
-            **{"head": "last-step", "outputs": 2, "bidirectional": True, "batch": 128},
-        },
-    ),
-}
-"""Specs named for what people do: a sentence, and the fields."""
-
-
-def preset(name: str, **changes: Any) -> Spec:
-    """A preset, with some fields changed.
-
-    >>> preset("char-lm", seq=5000).seq
-    5000
-    """
-    if name not in PRESETS:
-        raise MisuseError(
-            rule=f"--preset must be one of {', '.join(PRESETS)}",
-            got=f"got {shown(name)}",
-            advice=nearest(name, list(PRESETS)),
-        )
-    return make_spec(PRESETS[name][1] | changes)
-
-
 def make_spec(fields: dict[str, Any]) -> Spec:
     """A spec from a mapping, as TOML, JSON or flags give it; unknown keys and wrong types are named.
 
@@ -419,35 +333,3 @@ def make_spec(fields: dict[str, Any]) -> Spec:
 def _whole(text: object) -> object:
     """The number that a text of at most 18 digits is; anything else as it came."""
     return int(text) if isinstance(text, str) and text.isascii() and text.isdecimal() and len(text) <= 18 else text
-
-
-def load_spec(path: Path, **changes: Any) -> Spec:
-    """Read a spec from a TOML file; every way a file can be wrong has its message."""
-    return make_spec(_read_toml(path) | changes)
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    rule = f"A spec file must be readable TOML, such as {path.stem or 'spec'}.toml"
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise MisuseError(rule=rule, got=f"{path} is binary", advice="Give a text file.") from None
-    except IsADirectoryError:
-        raise MisuseError(rule=rule, got=f"{path} is a directory", advice="Name a file in it.") from None
-    except OSError as error:
-        raise MisuseError(
-            rule=rule, got=f"{path} cannot be read ({error.strerror})", advice="Check the path and the permissions."
-        ) from None
-    except ValueError as error:
-        raise MisuseError(rule=rule, got=f"{shown(str(path))} is no path ({error})", advice="Check the path.") from None
-    if len(content) > MAX_FILE_BYTES:
-        raise MisuseError(rule=rule, got=f"{path} is larger than 16 MiB", advice="Give a spec, not data.")
-    try:
-        fields = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # not TOML; a number too long to read; brackets nested too deep
-        raise MisuseError(rule=rule, got=f"{path} is not ({error})", advice="Mend that line.") from None
-    if not fields:
-        raise MisuseError(rule=rule, got=f"{path} is empty", advice='Write at least cell = "lstm" and seq = 10000.')
-    return fields

@@ -1,8 +1,7 @@
 """One optimizer step: the same code in the probe and in training."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-import torch
 from torch import Tensor
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
@@ -11,7 +10,7 @@ from oomguard.candidate import Candidate
 from oomguard.errors import MisuseError
 from oomguard.model import Recurrent, trainable
 
-_PLAIN = {"adam": Adam, "adamw": AdamW, "rmsprop": RMSprop, "adagrad": Adagrad}
+_PLAIN: dict[str, Callable[..., Optimizer]] = {"adam": Adam, "adamw": AdamW, "rmsprop": RMSprop, "adagrad": Adagrad}
 
 
 def make_optimizer(model: Recurrent, candidate: Candidate, lr: float = 1e-3) -> Optimizer:
@@ -25,7 +24,7 @@ def make_optimizer(model: Recurrent, candidate: Candidate, lr: float = 1e-3) -> 
     if name == "adafactor":
         return Adafactor(parameters, lr=lr, foreach=foreach)
     if name in _PLAIN:
-        return _PLAIN[name](parameters, lr=lr, **how)  # type: ignore[arg-type]
+        return _PLAIN[name](parameters, lr=lr, **how)
     raise MisuseError(
         rule="The optimizer must be one that PyTorch has",
         got=f"{name} needs another library",
@@ -34,16 +33,22 @@ def make_optimizer(model: Recurrent, candidate: Candidate, lr: float = 1e-3) -> 
 
 
 def step(
-    model: Recurrent, optimizer: Optimizer, microbatches: Iterable[tuple[Tensor, Tensor]], candidate: Candidate, targets: int
+    model: Recurrent,
+    optimizer: Optimizer,
+    microbatches: Iterable[tuple[Tensor, Tensor]],
+    candidate: Candidate,
+    targets: int,
 ) -> Tensor:
     """Accumulate the gradient of all microbatches, then update once; returns the mean loss over the targets.
 
     `targets` is the number of targets in the whole batch, so that unequal microbatches weigh what they hold.
     """
-    total = torch.zeros(())
+    total: Tensor | None = None
     for inputs, wanted in microbatches:
-        total += backward(model, inputs, wanted, candidate, scale=1.0 / targets)
+        loss = backward(model, inputs, wanted, candidate, scale=1.0 / targets)
+        total = loss if total is None else total + loss
         del inputs, wanted  # otherwise this microbatch still lives while the next one is made
+    assert total is not None, "a batch has at least one microbatch"
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return total / targets

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from oomguard.candidate import Allocator, Candidate, Engine, Precision, Update
 from oomguard.errors import MisuseError
-from oomguard.spec import MAX_SEQ, MAX_STEP_ELEMENTS, Optimizer, Spec
+from oomguard.spec import MAX_SEQ, MAX_STEP_ELEMENTS, SPARSE_OPTIMIZERS, Optimizer, Spec
 
 T = TypeVar("T")
 ABSENT = object()
@@ -70,7 +70,8 @@ def _inputs_and_outputs(draw: st.DrawFn, fields: dict[str, Any]) -> dict[str, An
         outputs = draw(or_absent(up_to(1 << 30)))
         return {"features": features, "outputs": outputs, "loss": draw(or_absent(_losses(outputs)))}
     vocab = draw(st.integers(2, 1 << 30))
-    drawn = {"vocab": vocab, "sparse_embedding": draw(or_absent(st.booleans()))}
+    sparse = st.booleans() if fields["optimizer"] in SPARSE_OPTIMIZERS else st.just(False)
+    drawn = {"vocab": vocab, "sparse_embedding": draw(or_absent(sparse))}
     if _width(fields) <= 1 << 16 and draw(st.booleans()):
         return drawn | {"embedding": _width(fields), "tied": True, "outputs": draw(or_absent(st.just(vocab)))}
     outputs = draw(or_absent(up_to(1 << 30)))

@@ -8,8 +8,22 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "oomguard"
 ORDER = [
-    *("errors", "units", "spec", "candidate", "estimate", "device", "model", "bptt", "step", "probe", "calibrate"),
-    *("search", "plan", "data", "guard", "train", "report", "api", "cli"),
+    *(
+        "errors",
+        "units",
+        "checks",
+        "spec",
+        "presets",
+        "candidate",
+        "estimate",
+        "device",
+        "model",
+        "bptt",
+        "step",
+        "probe",
+        "calibrate",
+    ),
+    *("advice", "search", "plan", "data", "guard", "train", "report", "api", "flags", "cli"),
 ]
 """Files and folders of the package, from the top; inside a folder, files may import one another."""
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))

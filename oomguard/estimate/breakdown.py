@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from oomguard.candidate import Candidate
+from oomguard.candidate import Candidate, Candidates
 from oomguard.estimate import terms
 from oomguard.estimate.allocator import reserved_bytes
 from oomguard.estimate.call import Count, maximum
@@ -31,11 +31,11 @@ class Estimate:
     """When it happens, such as `forward` or `backward of layer 2`."""
     moments: dict[str, Count] = field(repr=False)
     """The total of every moment."""
-    engine: str
+    engine: Any
     """The kernel that runs the cell."""
     device: str
     """Where."""
-    candidate: Candidate
+    candidate: Candidate | Candidates
     """What was estimated."""
     allocated_bytes: Count | None = None
     """CUDA: what `torch.cuda.max_memory_allocated` would say."""
@@ -43,6 +43,15 @@ class Estimate:
     """CUDA: what `torch.cuda.max_memory_reserved` would say."""
     host_bytes: Count = 0
     """CUDA: host memory of the input pipeline and of an offloaded optimizer state."""
+    budget_bytes: int | None = None
+    """What the process may use there; None if nobody asked whether it fits."""
+    margin_bytes: Count = 0
+    """What is added before the comparison with the budget, because estimates err."""
+
+    @property
+    def fits(self) -> Any:
+        """Whether the total and its margin are within the budget; None without one."""
+        return None if self.budget_bytes is None else self.total_bytes + self.margin_bytes <= self.budget_bytes
 
     @property
     def growth_bytes(self) -> Count:
@@ -90,8 +99,8 @@ def _largest(moments: Moments, totals: dict[str, Count]) -> tuple[Terms, Any]:
     """The terms and the name of the moment with the largest total, element by element."""
     peak = maximum(*totals.values())
     if not isinstance(peak, np.ndarray):
-        moment = max(totals, key=lambda name: totals[name])
-        return moments[moment], moment
+        latest = max(totals, key=lambda name: totals[name])
+        return moments[latest], latest
     found: Terms = {term: np.zeros_like(peak) for term in TERMS}
     moment = np.empty(peak.shape, dtype=f"U{max(map(len, moments))}")
     for name, parts in reversed(moments.items()):  # the first of equal moments wins, as `max` has it

@@ -13,8 +13,8 @@ STEADY_ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_MAX_": "30000",
 }
-"""The allocator setting `steady`: exported before the process starts. A fixed threshold stops glibc from raising its own
-(mallopt(3)); 30,000 mappings are less than half of what Linux allows a process (vm.max_map_count = 65,530)."""
+"""The allocator setting `steady`: exported before the process starts. A fixed threshold stops glibc from raising its
+own (mallopt(3)); 30,000 mappings are less than half of what Linux allows a process (vm.max_map_count = 65,530)."""
 
 STEADY_THRESHOLD_BYTES = 65_536
 """Of the setting `steady`."""
@@ -24,8 +24,8 @@ PAGE_BYTES = 4096
 
 
 def in_heap(block: Count, allocator: str) -> Count:
-    """Whether a block of so many bytes lives in the heap."""
-    return block < (PLAIN_THRESHOLD_BYTES if allocator == "plain" else STEADY_THRESHOLD_BYTES)
+    """Whether a block of so many bytes lives in the heap (on CUDA there is none)."""
+    return block < {"plain": PLAIN_THRESHOLD_BYTES, "cuda": 0}.get(allocator, STEADY_THRESHOLD_BYTES)
 
 
 def mapped_bytes(block: Count) -> Count:

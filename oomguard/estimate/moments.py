@@ -3,7 +3,7 @@
 from oomguard.candidate import Candidate
 from oomguard.estimate import terms
 from oomguard.estimate.call import Count, where
-from oomguard.estimate.passes import Pass, between_bytes, border_bytes, entry_bytes
+from oomguard.estimate.passes import Pass, between_bytes, border_bytes, entry_bytes, layout_copies
 from oomguard.estimate.place import CUBLAS_HANDLES
 from oomguard.spec import Spec
 
@@ -36,14 +36,22 @@ def training_moments(step: Pass, kept: Pass) -> Moments:
 
 
 def evaluation_moments(step: Pass) -> Moments:
-    """The only moment of an evaluation pass: forward without gradients, weights and input being all that stays."""
-    wide = max(range(len(step.calls)), key=lambda i: step.calls[i].inputs)
-    call, foot = step.calls[wide], step.feet[wide]
-    held = step.element_bytes * step.tokens * call.inputs + step.width_bytes
-    predictions = step.tokens if step.spec.head == "per-step" else step.candidate.microbatch
-    standing = _standing(step) | {"gradients": 0, "optimizer": 0}
-    logits = 8 * predictions * step.spec.classes
-    return {"evaluation": standing | {"activations": held, "workspace": foot.inference, "logits": logits}}
+    """The moments of an evaluation pass without gradients: each layer reads one output and makes the next.
+
+    The optimizer's state counts: evaluation comes between training steps.
+    """
+    standing = _standing(step)
+    found: Moments = {}
+    for index in sorted({0, len(step.calls) - 1}):
+        reads = entry_bytes(step) if index == 0 else step.element_bytes * step.tokens * step.calls[index].inputs
+        workspace = _libraries(step) + step.feet[index].inference
+        found[f"forward of layer {index + 1}"] = standing | {
+            "activations": reads + step.width_bytes,
+            "workspace": workspace,
+        }
+    logits = 8 * _predictions(step) * step.spec.classes
+    found["loss"] = standing | {"activations": step.width_bytes, "logits": logits}
+    return found
 
 
 def _standing(step: Pass) -> Terms:
@@ -70,6 +78,10 @@ def _held(step: Pass) -> Count:
     return (step.candidate.accumulation > 1) | (step.pieces > 1)
 
 
+def _all_gradients(spec: Spec) -> int:
+    return sum(terms.gradients_bytes(spec).values()) + terms.sparse_gradient_bytes(spec)
+
+
 def _activations(kept: Pass, upto: int) -> Count:
     """What forward has kept up to call `upto`, and all that stays resident in the heap."""
     first = kept.first_trained
@@ -89,7 +101,7 @@ def _all_activations(kept: Pass) -> Count:
 
 def _forward(step: Pass, kept: Pass) -> Terms:
     """The last call's forward: everything kept, and what it needs while it runs."""
-    gradients = where(_held(step), sum(terms.gradients_bytes(step.spec).values()), 0)
+    gradients = where(_held(step), _all_gradients(step.spec), 0)
     workspace = _libraries(step) + step.feet[-1].forward
     return {"gradients": gradients, "activations": _all_activations(kept), "workspace": workspace}
 
@@ -100,18 +112,18 @@ def _predictions(step: Pass) -> Count:
 
 def _loss(step: Pass, kept: Pass) -> Terms:
     """The loss: everything kept, the outputs and the loss's own buffers."""
-    gradients = where(_held(step), sum(terms.gradients_bytes(step.spec).values()), 0)
+    gradients = where(_held(step), _all_gradients(step.spec), 0)
     logits, _ = terms.logits_bytes(step.spec, _predictions(step), step.element_bytes)
     return {"gradients": gradients, "activations": _all_activations(kept), "logits": logits}
 
 
 def _head(step: Pass, kept: Pass) -> Terms:
-    """The head's backward: the outputs' gradient, its weights' gradient, and the gradient of the last layer's output."""
+    """The head's backward: the gradients of the outputs, of its weights and of the last layer's output."""
     of_parts = terms.gradients_bytes(step.spec)
     head = of_parts["embedding"] if step.spec.tied else of_parts["head"]
     _, logits = terms.logits_bytes(step.spec, _predictions(step), step.element_bytes)
     return {
-        "gradients": head + where(_held(step), sum(of_parts.values()), 0),
+        "gradients": head + where(_held(step), _all_gradients(step.spec), 0),
         "activations": _all_activations(kept) + step.width_bytes,
         "logits": logits,
     }
@@ -125,9 +137,12 @@ def _backward(step: Pass, kept: Pass, index: int) -> Terms:
         above += of_parts["embedding"]
     frozen = f"layer{index}" in step.spec.frozen
     new = 0 if frozen else step.feet[index].weight_gradients
+    copies: Count = 0
+    if step.engine == "onednn" and index == len(step.calls) - 1 and not step.spec.bidirectional:
+        copies = layout_copies(step)  # of the gradient; two directions copy their halves anyway
     return {
-        "gradients": new + where(_held(step), sum(of_parts.values()), above),
-        "activations": _activations(kept, index) + step.width_bytes,
+        "gradients": new + where(_held(step), _all_gradients(step.spec), above),
+        "activations": _activations(kept, index) + step.width_bytes * (1 + copies),
         "workspace": _libraries(step) + step.feet[index].backward,
     }
 
@@ -137,10 +152,9 @@ def _embedding(step: Pass) -> Terms:
     spec = step.spec
     of_parts = terms.gradients_bytes(spec)
     rows = step.element_bytes * step.tokens * spec.inputs
-    sparse = 8 * step.tokens if spec.sparse_embedding else 0
     again = of_parts["embedding"] * (2 if spec.tied else 1)
     return {
-        "gradients": sum(of_parts.values()) + sparse + where(_held(step), again, again - of_parts["embedding"]),
+        "gradients": _all_gradients(spec) + where(_held(step), again, again - of_parts["embedding"]),
         "activations": rows + sum(foot.heap for foot in step.feet),
         "workspace": _libraries(step),
     }
@@ -150,7 +164,7 @@ def _optimizer(step: Pass) -> Terms:
     """The update: all gradients and the optimizer's temporary copies; the microbatch is gone."""
     spec, candidate = step.spec, step.candidate
     return {
-        "gradients": sum(terms.gradients_bytes(spec).values()),
+        "gradients": _all_gradients(spec) + terms.sparse_gradient_bytes(spec),  # coalescing copies a sparse one
         "activations": sum(foot.heap for foot in step.feet),
         "workspace": _libraries(step) + terms.update_bytes(spec, candidate) + _visiting(spec, candidate),
         "input": 0,

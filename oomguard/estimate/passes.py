@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from oomguard.candidate import Candidate
 from oomguard.estimate import terms
-from oomguard.estimate.call import Call, Count, Footprint, minimum
+from oomguard.estimate.call import Call, Count, Footprint, maximum, minimum, where
 from oomguard.estimate.engines import cudnn, native, onednn
 from oomguard.estimate.place import Place, engine_for
 from oomguard.spec import Spec
@@ -109,7 +109,7 @@ def _footprint(call: Call, spec: Spec, candidate: Candidate, place: Place, engin
         half = candidate.precision == "fp16"
         return cudnn.footprint(call, place.platform, half=half, batch_first=spec.batch_first)
     if engine == "onednn":
-        return onednn.footprint(call, batch_first=spec.batch_first)
+        return onednn.footprint(call)
     allocator = "cuda" if place.cuda else candidate.allocator or "steady"
     return native.footprint(call, allocator=allocator)
 
@@ -127,17 +127,32 @@ def between_bytes(step: Pass, index: int) -> Count:
         kept = kept + width_bytes
     if spec.layer_norm:
         kept = kept + 8 * step.tokens + (0 if dropout else width_bytes)
+        if step.element_bytes < 4:  # autocast normalises in fp32: a cast of the input is kept, the output is cast back
+            kept = kept + 2 * (4 * step.tokens * spec.width)
+    if step.engine == "onednn" and index == len(step.calls) - 1 and spec.head == "per-step":
+        kept = kept + layout_copies(step) * width_bytes  # the head reads a copy, the engine keeps the original
     if dropout:
         kept = kept + width_bytes + step.tokens * (spec.width * (1 if step.place.cuda else 4))
     return kept
 
 
 def entry_bytes(step: Pass) -> Count:
-    """What the first layer reads, if it is not the input itself: the embeddings, or the input cast to half precision."""
-    cast = step.element_bytes < 4
-    if step.spec.vocab is None and not cast:
+    """What the first layer reads, if it is not the input itself: embeddings, a cast to half precision, a copy."""
+    made = step.spec.vocab is not None or step.element_bytes < 4
+    copies = layout_copies(step) * (step.spec.directions if step.engine == "native" else 1)
+    if made:  # of what was made here, nothing is left once it is copied
+        copies = maximum(copies, 1)
+    return copies * step.element_bytes * step.tokens * step.spec.inputs
+
+
+def layout_copies(step: Pass) -> Count:
+    """1 where batch_first makes an engine read its input through a contiguous copy (native: each direction), else 0.
+
+    A single sequence is contiguous in either layout. cuDNN's copies are in its own footprint.
+    """
+    if not step.spec.batch_first or step.engine == "cudnn":
         return 0
-    return step.element_bytes * step.tokens * step.spec.inputs
+    return where(step.candidate.microbatch > 1, 1, 0)
 
 
 def border_bytes(step: Pass) -> Count:

@@ -3,6 +3,7 @@
 Counts may be NumPy arrays. Notation: T steps, B microbatch, N = T*B tokens, V vocabulary, O outputs.
 """
 
+import itertools
 import math
 
 import numpy as np
@@ -16,8 +17,10 @@ QUANTILE_BLOCK = 256  # elements per scale of an 8-bit state: bitsandbytes 0.45,
 QUANTISED_FROM = 4096  # elements; smaller tensors keep a 32-bit state: bitsandbytes 0.45, min_8bit_size
 
 STATES_PER_WEIGHT = {"sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2, "rmsprop": 1, "adagrad": 1, "adam8bit": 2}
-FOREACH_COPIES = {"sgd": 0, "sgd-momentum": 0, "adam": 1, "adamw": 1, "rmsprop": 1, "adagrad": 2, "adafactor": 2}
-"""Copies of all gradients that a foreach step makes, measured with torch 2.13 (`benchmarks/estimates_track_peaks.py`)."""
+FOREACH_COPIES = {"sgd": 0, "sgd-momentum": 0, "adam": 1, "adamw": 1, "rmsprop": 1, "adagrad": 2, "adafactor": 1}
+"""Copies of all gradients that a foreach step makes; measured with torch 2.13, as are `LOOP_COPIES`."""
+LOOP_COPIES = {"adam": 2, "adamw": 2, "rmsprop": 1, "adagrad": 1, "adafactor": 1}
+"""Copies of one tensor when the optimizer takes one after the other."""
 
 
 def parameters(spec: Spec) -> dict[str, list[Shape]]:
@@ -49,11 +52,21 @@ def weights_bytes(spec: Spec) -> int:
 
 
 def gradients_bytes(spec: Spec) -> dict[str, int]:
-    """The gradient of each part, fp32: `4 x elements` of what is trained; a sparse embedding's is in `input`'s rows."""
+    """The gradient of each part, fp32: `4 x elements` of what is trained; a sparse one is `sparse_gradient_bytes`."""
     return {
         part: 0 if part in spec.frozen or (part == "embedding" and spec.sparse_embedding) else 4 * elements(shapes)
         for part, shapes in parameters(spec).items()
     }
+
+
+def sparse_gradient_bytes(spec: Spec) -> int:
+    """A sparse embedding's gradient of the whole batch: an index and a row for every token, `T x batch x (8 + 4 E)`.
+
+    Rows of one token are only summed when the optimizer coalesces them.
+    """
+    if not spec.sparse_embedding or "embedding" in spec.frozen:
+        return 0
+    return spec.steps * spec.batch * (8 + 4 * spec.inputs)
 
 
 def trained(spec: Spec) -> list[Shape]:
@@ -69,7 +82,7 @@ def optimizer_bytes(spec: Spec, candidate: Candidate) -> int:
     """
     shapes = trained(spec)
     if spec.optimizer == "adafactor":
-        return sum(4 * (shape[0] + shape[1] if len(shape) == 2 else 2 * shape[0]) for shape in shapes)
+        return sum(4 * sum(shape) for shape in shapes)
     states = STATES_PER_WEIGHT[spec.optimizer]
     if spec.optimizer == "adam8bit" or candidate.state_8bit:
         sizes = [math.prod(shape) for shape in shapes]
@@ -80,16 +93,16 @@ def optimizer_bytes(spec: Spec, candidate: Candidate) -> int:
 def update_bytes(spec: Spec, candidate: Candidate) -> int:
     """Temporary copies during the optimizer step.
 
-    foreach works on all gradients at once (`FOREACH_COPIES`). One after the other, a tensor needs two of its own size
-    while the one before still has its last: `max(2 n_i + n_(i-1))`. Fused and plain SGD need none.
+    foreach works on all gradients at once (`FOREACH_COPIES`). One after the other, a tensor needs `LOOP_COPIES` of its
+    own size while the one before it still has its last: `max(copies x n_i + n_(i-1))`. Fused needs none.
     """
     shapes = trained(spec)
     if candidate.update == "foreach" and spec.optimizer in FOREACH_COPIES:
         return FOREACH_COPIES[spec.optimizer] * 4 * elements(shapes)
-    if candidate.update == "fused" or spec.optimizer in ("sgd", "sgd-momentum", "adam8bit"):
+    if candidate.update == "fused" or spec.optimizer not in LOOP_COPIES:
         return 0
     sizes = [0, *(math.prod(shape) for shape in shapes)]
-    return 4 * max(2 * size + before for before, size in zip(sizes, sizes[1:], strict=False))
+    return 4 * max(LOOP_COPIES[spec.optimizer] * size + before for before, size in itertools.pairwise(sizes))
 
 
 def input_bytes(spec: Spec, candidate: Candidate) -> Count:

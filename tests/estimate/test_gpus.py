@@ -233,7 +233,8 @@ def test_a_card_that_shows_more_than_it_has_is_refused() -> None:
 
 def test_importing_the_table_reads_no_line_of_it_and_no_heavy_module() -> None:
     code = """
-import sys, oomguard.estimate.gpus as gpus
+import sys
+from oomguard.estimate import gpus
 print(gpus._index.cache_info().currsize, *{"torch", "pandas"} & set(sys.modules))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -284,7 +284,6 @@ def _output_bytes(call: Call) -> Count:
     return call.element_bytes * call.tokens * (call.output * call.directions)
 
 
-
 def footprint(call: Call, platform: Platform, *, half: Any = False, batch_first: bool = False) -> Footprint:
     """What one call needs, in the common terms of the engines. Half precision also needs its weights cast: not here."""
     forward, backward = (

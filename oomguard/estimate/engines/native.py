@@ -13,59 +13,74 @@ from oomguard.estimate.malloc import in_heap, mapped_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """What the autograd graph of one time step holds (read from torch 2.13's allocations, see the docstrings)."""
+    """What one time step leaves behind: blocks read from torch 2.13's own record of allocations, the rest fitted."""
 
     states: int
-    """State blocks kept for backward, beside one gate block (for RNN: without it)."""
-    gate_blocks: int
+    """State blocks kept for backward."""
+    gates: int
     """Gate blocks kept for backward."""
     holes: int
-    """State blocks that forward frees at once, leaving holes in the heap which only smaller things can use."""
-    loose: float
-    """State blocks per step by which the heap grows in backward, because its holes do not fit."""
+    """State blocks that forward frees at once, leaving holes in the heap that only smaller things can use."""
+    loose_tenths: int
+    """Tenths of a state block by which backward raises the heap, since its blocks do not fit the holes."""
+    loose_tenths_mapped: int
+    """The same if gate blocks are too large for the heap and so leave no holes in it."""
     node_bytes: int
-    """Autograd nodes and tensor objects: what remains of a step with blocks of no size."""
+    """Autograd nodes and tensor objects: what a step with blocks of no size leaves."""
 
 
 STEPS = {
-    "rnn": Steps(states=1, gate_blocks=0, holes=1, loose=1.0, node_bytes=5_400),
-    "gru": Steps(states=4, gate_blocks=1, holes=0, loose=0.6, node_bytes=18_200),
-    "lstm": Steps(states=3, gate_blocks=1, holes=1, loose=0.0, node_bytes=16_500),
+    "rnn": Steps(states=1, gates=0, holes=1, loose_tenths=5, loose_tenths_mapped=5, node_bytes=4_700),
+    "gru": Steps(states=4, gates=1, holes=0, loose_tenths=3, loose_tenths_mapped=12, node_bytes=16_700),
+    "lstm": Steps(states=3, gates=1, holes=1, loose_tenths=5, loose_tenths_mapped=10, node_bytes=15_400),
 }
 
 
 def footprint(call: Call, *, allocator: str = "steady") -> Footprint:
     """What one layer (one or two directions) needs.
 
-    Per step and direction, with s the state block and q the gate block (q = s for RNN):
-    - kept: `states x s + gate_blocks x q`, the nodes and the holes (nodes fill holes: the larger of the two counts);
-    - forward: the input's projection for all steps, N x gates x H; the output's stack is the caller's;
-    - backward: the gate blocks' gradients, one for each step, and their stack, 2 x N x gates x H; less the gate blocks
-      that backward has given back, where they are not in the heap;
+    Per step and direction, with s the state block and q the gate block (for RNN q = s):
+    - kept: `states x s + gates x q`, and in the heap the nodes or the holes (nodes fill holes: the larger counts);
+    - forward: the input's projection for all steps, N x q/B; the output's stack is the caller's;
+    - backward: the gradients of all gate blocks, their stack, and what the heap grows by; blocks that backward has
+      given back do not count. When the stack is made, the gradient of the output is gone (but for a second direction
+      that still needs its half), so it is taken off here;
     - weights: the recurrent weights' gradient is summed step by step, so three of them exist at once.
+
+    Limits: the heap's part holds for glibc 2.36's memalign; newer ones (2.38 on) reuse holes better.
     """
-    kind, gates = STEPS[call.cell], GATES[call.cell]
-    state = 4 * call.rows * call.hidden
-    gate = state * gates
+    kind = STEPS[call.cell]
+    state = call.element_bytes * call.rows * call.hidden
+    gate = state * GATES[call.cell]
     small, gate_small = in_heap(state, allocator), in_heap(gate, allocator)
-    nodes = maximum(kind.node_bytes, where(small, state * kind.holes, 0))
-    heap = nodes + where(small, state * kind.states, 0) + where(gate_small, gate * kind.gate_blocks, 0)
-    kept = where(small, 0, mapped_bytes(state) * kind.states) + where(
-        gate_small, 0, mapped_bytes(gate) * kind.gate_blocks
-    )
-    stacked = 4 * call.tokens * (gates * call.hidden)
-    loose = where(small, (state * int(kind.loose * 10)) // 10, 0)
-    gradients = gate + loose - where(gate_small, 0, gate * kind.gate_blocks)
-    output = 4 * call.tokens * (call.output * call.directions)
+    loose = state * where(gate_small, kind.loose_tenths, kind.loose_tenths_mapped) // 10
+    gradients = gate + where(small, loose, 0) - where(gate_small, 0, gate * kind.gates)
+    stacked = call.element_bytes * call.tokens * (GATES[call.cell] * call.hidden)
+    output = call.element_bytes * call.tokens * (call.output * call.directions)
+    both = call.directions == 2
     return Footprint(
-        kept=call.steps * kept * call.directions,
+        kept=call.steps
+        * call.directions
+        * (_mapped(state, small, kind.states) + _mapped(gate, gate_small, kind.gates)),
         keeps_output=False,
-        heap=call.steps * heap * call.directions,
-        forward=maximum(stacked, output) if call.directions == 2 else stacked,
-        backward=stacked + call.steps * gradients,
+        heap=call.steps * call.directions * _heap_bytes(kind, state, small, gate, gate_small, allocator),
+        forward=maximum(stacked, output) if both else stacked,
+        backward=maximum(stacked + call.steps * gradients - (0 if both else output), 0),
         weight_gradients=_weight_gradients(call),
-        inference=stacked + call.steps * (state + kind.node_bytes // 8),
+        inference=stacked + call.steps * call.directions * state * (2 if call.cell == "gru" else 1),
     )
+
+
+def _mapped(block: Count, small: Count, blocks: int) -> Count:
+    return where(small, 0, mapped_bytes(block) * blocks)
+
+
+def _heap_bytes(kind: Steps, state: Count, small: Count, gate: Count, gate_small: Count, allocator: str) -> Count:
+    """Of one step. On CUDA the blocks are the card's and the nodes the host's: nothing here."""
+    if allocator == "cuda":
+        return 0
+    filled = maximum(kind.node_bytes, where(small, state * kind.holes, 0))
+    return filled + where(small, state * kind.states, 0) + where(gate_small, gate * kind.gates, 0)
 
 
 def _weight_gradients(call: Call) -> Count:

@@ -23,7 +23,7 @@ def leading(width: int) -> int:
     return padded + 16 if padded % 256 == 0 else padded
 
 
-def footprint(call: Call, *, batch_first: bool = False) -> Footprint:
+def footprint(call: Call) -> Footprint:
     """What one layer (one or two directions) needs.
 
     Per token and direction, in floats, with `M = ld(max(I, H))`:
@@ -32,7 +32,6 @@ def footprint(call: Call, *, batch_first: bool = False) -> Footprint:
     - backward: scratch gates ld(4H) + states and their gradients 3M + ld(H) + the input's gradient I, and with two
       directions H, the contiguous copy of this direction's part of the gradient; one direction runs after the other.
 
-    `batch_first` adds contiguous copies: of the input (kept) and of the output's gradient (backward).
     Beside the gradients, weights are copied into padded rows and their gradients made there: 2 x (I+H) x ld(4H).
     Limits: without projection, fp32; measured within 1 % for H from 100 to 512 and I from 8 to 512.
     """
@@ -40,15 +39,14 @@ def footprint(call: Call, *, batch_first: bool = False) -> Footprint:
     gates, widest = leading(4 * hidden), leading(max(inputs, hidden))
     kept = hidden + gates + leading(hidden) + (widest if both else 0)
     backward = gates + 3 * widest + leading(hidden) + inputs + (hidden if both else 0)
-    copied = inputs if batch_first else 0
     gradients = 4 * call.directions * 4 * hidden * (inputs + hidden + 2)
     return Footprint(
-        kept=4 * call.tokens * (kept * call.directions + copied),
+        kept=4 * call.tokens * kept * call.directions,
         keeps_output=not both,
         forward=4 * call.tokens * gates,
-        backward=4 * call.tokens * (backward + (hidden * call.directions if batch_first else 0)),
+        backward=4 * call.tokens * backward,
         weight_gradients=gradients + 2 * 4 * gates * (inputs + hidden),
-        inference=4 * call.tokens * (gates + (hidden * call.directions if both else 0) + copied),
+        inference=4 * call.tokens * (gates + 2 * hidden if both else widest),
     )
 
 

@@ -1,0 +1,98 @@
+"""What other tools predict for the same step: torch's MemTracker (under fake tensors) and torchinfo.
+
+    python benchmarks/rivals.py '{"spec": {...}, "candidate": {...}}'
+
+prints one JSON line with bytes over the runtime, or null where the tool gives no answer. Both are asked about one full
+microbatch; neither knows accumulation, and MemTracker refuses a model that is called more than once (segments).
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from peak import random_microbatches
+
+from oomguard.candidate import Candidate, make_candidate
+from oomguard.spec import Spec, make_spec
+
+NONE = {"memtracker_bytes": None, "torchinfo_bytes": None}
+
+
+def predict(spec: dict[str, Any], knobs: dict[str, Any], timeout: float = 30) -> dict[str, Any]:
+    """Both predictions, from a process of their own, so that a tool that fails or never ends costs nothing else."""
+    asked = json.dumps({"spec": spec, "candidate": knobs})
+    command = [sys.executable, str(Path(__file__)), asked]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=True)
+    except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
+        return dict(NONE)
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def memtracker_bytes(spec: Spec, candidate: Candidate) -> int:
+    """Peak of an optimizer step under FakeTensorMode, with the optimizer's state in place."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    from oomguard.model import build
+    from oomguard.step import make_optimizer, step
+
+    with FakeTensorMode():
+        model = build(spec)
+        optimizer = make_optimizer(model, candidate)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        tracker = MemTracker()
+        tracker.track_external(model, optimizer)
+        microbatch = list(random_microbatches(spec, candidate))[-1]  # it cannot follow more than one, nor segments
+        with tracker:
+            step(model, optimizer, [microbatch], candidate, 1)
+        peaks = tracker.get_tracker_snapshot("peak")
+    return int(peaks[torch.device("cpu")]["Total"])
+
+
+def torchinfo_bytes(spec: Spec, candidate: Candidate) -> int:
+    """Input, forward/backward pass and parameters of torchinfo's summary of one microbatch."""
+    import torch
+    import torchinfo
+
+    from oomguard.model import build
+
+    class Stateless(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = build(spec)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.model(inputs, None)[0]
+
+    inputs, _ = list(random_microbatches(spec, candidate))[-1]  # the last is a full one
+    summary = torchinfo.summary(Stateless(), input_data=[inputs], verbose=0)
+    return int(summary.total_input + summary.total_output_bytes + summary.total_param_bytes)
+
+
+def main() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    asked = json.loads(sys.argv[1])
+    spec = make_spec(asked["spec"])
+    candidate = make_candidate(spec, **asked["candidate"])
+    torch._C._set_mkldnn_enabled(candidate.engine != "native")
+    answer: dict[str, Any] = dict(NONE)
+    for tool in (torchinfo_bytes, memtracker_bytes):
+        try:
+            answer[tool.__name__] = tool(spec, candidate)
+        except Exception as error:  # a rival that raises has no answer: say why on stderr
+            print(f"{tool.__name__}: {error}", file=sys.stderr)
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""The whole tool on one screen: every verb as a function."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from oomguard.candidate import KNOBS, Candidate, Candidates, check_candidate, make_candidate, serve
+from oomguard.checks import check_whole, nearest, shown
+from oomguard.device import cpu, cuda
+from oomguard.device.budget import Budget, Limit
+from oomguard.errors import MisuseError
+from oomguard.estimate import gpus
+from oomguard.estimate.batch import estimate_batch
+from oomguard.estimate.breakdown import Estimate, estimate_step
+from oomguard.estimate.margin import margin_bytes
+from oomguard.estimate.place import CPU, Place, on_card
+from oomguard.spec import Spec, make_spec
+from oomguard.units import MAX_BYTES
+
+UNKNOWN_SMS = 128
+"""Multiprocessors of a card here that gpus.py does not know, from above: only from 98 on cuDNN takes its larger
+workspace for fp16 (`cudnn._persistent`), and NVML does not tell."""
+
+
+def estimate(
+    spec: Spec | None = None,
+    candidate: Candidate | Candidates | None = None,
+    *,
+    device: str = "cpu",
+    budget_bytes: int | None = None,
+    training: bool = True,
+    **fields: Any,
+) -> Estimate:
+    """Predict the peak of one optimizer step (or, with `training=False`, of an evaluation pass) by arithmetic.
+
+    Fields of the spec and knobs may be given by name instead. Without a candidate, the whole batch goes in one pass.
+    Arrays of knobs (or `Candidates`) give arrays of figures. `device` is `cpu`, `cuda`, `cuda:1` or the name of a card
+    that need not be here; the budget is what that leaves free, unless it is given.
+
+    >>> estimate(cell="lstm", seq=1000, device="a100-80gb").fits
+    True
+    >>> estimate(Spec(cell="lstm", seq=1000), microbatch=[1, 32], device="a100-80gb").fits.tolist()
+    [True, True]
+    """
+    spec = _spec(spec, {name: value for name, value in fields.items() if name not in KNOBS})
+    knobs = {name: value for name, value in fields.items() if name in KNOBS}
+    check_whole("budget", budget_bytes, 0, MAX_BYTES)
+    candidate = _candidate(spec, candidate, knobs)
+    place = find_place(device)
+    limit_bytes = find_budget(device).limit_bytes if budget_bytes is None else budget_bytes
+    if isinstance(candidate, Candidates):
+        return replace(estimate_batch(spec, candidate, place, training=training), budget_bytes=limit_bytes)
+    found = estimate_step(spec, candidate, place, training=training)
+    margin = margin_bytes(found.growth_bytes, candidate, place)
+    return replace(found, budget_bytes=limit_bytes, margin_bytes=margin)
+
+
+def find_place(device: str) -> Place:
+    """Where a device's name points: the CPU, a card that is here, or one that gpus.py knows.
+
+    >>> find_place("cpu").cuda, find_place("A100 80GB").device
+    (False, 'a100-80gb')
+    """
+    index = _cuda_index(device)
+    if index is not None:
+        return on_card(_card_here(index), device)
+    return CPU if device == "cpu" else on_card(gpus.card(device))
+
+
+def find_budget(device: str) -> Budget:
+    """What this process may use there, and who says so; of a card that is not here, all that CUDA would show."""
+    index = _cuda_index(device)
+    if index is not None:
+        return cuda.budget(index)
+    if device == "cpu":
+        return cpu.budget()
+    card = gpus.card(device)
+    memory = Limit(
+        name="card memory",
+        limit_bytes=card.usable_bytes,
+        used_bytes=0,
+        held_bytes=0,
+        unit="resident",
+        source=f"an empty {card.name}: {card.source}",
+    )
+    return Budget(device=card.name, limits=(memory,))
+
+
+def _spec(spec: Spec | None, fields: dict[str, Any]) -> Spec:
+    for name in fields:
+        if name not in Spec.__struct_fields__:
+            raise MisuseError(
+                rule="What is estimated consists of fields of a spec and knobs",
+                got=f"got {shown(name)}",
+                advice=nearest(name, [*Spec.__struct_fields__, *KNOBS]),
+            )
+    if spec is None:
+        return make_spec(fields)
+    if not isinstance(spec, Spec) or fields:
+        raise MisuseError(
+            rule="The spec is either a Spec or fields by name",
+            got=f"got {type(spec).__name__}" + (f" and {', '.join(fields)}" if fields else ""),
+            advice="Leave one of the two out.",
+        )
+    return spec
+
+
+def _candidate(spec: Spec, candidate: Candidate | Candidates | None, knobs: dict[str, Any]) -> Candidate | Candidates:
+    if candidate is None:
+        if any(isinstance(value, np.ndarray | list | tuple) for value in knobs.values()):
+            return serve(spec, Candidates(**{"microbatch": spec.batch} | knobs))
+        return make_candidate(spec, **knobs)
+    if not isinstance(candidate, Candidate | Candidates) or knobs:
+        raise MisuseError(
+            rule="The candidate is either a Candidate, Candidates or knobs by name",
+            got=f"got {type(candidate).__name__}" + (f" and {', '.join(knobs)}" if knobs else ""),
+            advice="Leave one of them out.",
+        )
+    if isinstance(candidate, Candidates):
+        return serve(spec, candidate)
+    check_candidate(spec, candidate)
+    return candidate
+
+
+def _cuda_index(device: str) -> int | None:
+    """The number of a card that is here; None if the name means something else."""
+    if device != "cuda" and not str(device).startswith("cuda:"):
+        return None
+    number = re.fullmatch(r"cuda(?::(\d{1,3}))?", device)
+    if number is None:
+        raise MisuseError(
+            rule="--device cuda takes the card's number",
+            got=f"got {shown(device)}",
+            advice="Write it as cuda or cuda:1.",
+        )
+    return int(number[1] or 0)
+
+
+def _card_here(index: int) -> gpus.Card:
+    here = cuda.present(index)
+    try:
+        return gpus.card(here.name)
+    except MisuseError:  # too new, too rare, or a part of a card
+        return gpus.Card(
+            name=here.name,
+            memory_bytes=here.total_bytes or MAX_BYTES,
+            compute_capability=here.compute_capability,
+            sms=UNKNOWN_SMS,
+            sms_seen=False,
+            inline_ecc=False,
+            shared_memory=here.total_bytes is None,
+            seen_bytes=None,
+            seen_lately=False,
+            source="NVML",
+        )

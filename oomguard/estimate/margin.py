@@ -1,0 +1,21 @@
+"""The margin: the bytes added to an estimate because estimates err."""
+
+from oomguard.candidate import Candidate
+from oomguard.estimate.call import Count
+from oomguard.estimate.place import Place
+
+MARGIN_PERCENT = {"steady": 10, "plain": 20, "cuda": 15}
+"""Of the growth over the runtime, by what errs: the C heap with fixed thresholds or moving ones, cuDNN's workspace."""
+
+
+def margin_bytes(growth_bytes: Count, candidate: Candidate, place: Place) -> Count:
+    """What to add to an estimate that no record has calibrated: the 95th percentile of its error in the benchmark.
+
+    Calibration by the records of this machine replaces it.
+
+    >>> from oomguard.estimate.place import CPU
+    >>> [margin_bytes(1000, Candidate(microbatch=1, allocator=one), CPU) for one in ("steady", "plain")]
+    [100, 200]
+    """
+    kind = "cuda" if place.cuda else "plain" if candidate.allocator == "plain" else "steady"
+    return -(-growth_bytes // 100) * MARGIN_PERCENT[kind]  # divided first: the largest specs fill most of an int64

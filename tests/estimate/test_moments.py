@@ -1,0 +1,152 @@
+"""The moments of a step: what counts when, and that the peak is the largest of them."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import specs
+
+from oomguard.candidate import Candidate, make_candidate
+from oomguard.errors import MisuseError
+from oomguard.estimate import terms
+from oomguard.estimate.breakdown import Estimate, estimate_step
+from oomguard.estimate.gpus import card
+from oomguard.estimate.place import CPU, Place, on_card
+from oomguard.spec import Spec
+
+A100 = on_card(card("a100-80gb"))
+PUBLISHED = [
+    row
+    for row in csv.DictReader((Path(__file__).parents[1] / "facts" / "cudnn_published.csv").read_text().splitlines())
+    if row["kind"] == "peak_allocated"
+]
+PLACES = st.sampled_from([CPU, A100])
+
+
+def peak(place: Place = CPU, training: bool = True, knobs: dict[str, Any] | None = None, **fields: Any) -> Estimate:
+    defaults: dict[str, Any] = {"cell": "lstm", "seq": 1000, "batch": 8}
+    spec = Spec(**(defaults | fields))
+    return estimate_step(spec, make_candidate(spec, **(knobs or {})), place, training=training)
+
+
+@given(specs(), PLACES)
+def test_the_terms_add_up_to_the_total(spec: Spec, place: Place) -> None:
+    found = estimate_step(spec, make_candidate(spec), place)
+    assert sum(found.terms.values()) == found.total_bytes
+
+
+@given(specs(), PLACES)
+def test_the_peak_is_the_largest_moment(spec: Spec, place: Place) -> None:
+    found = estimate_step(spec, make_candidate(spec), place)
+    assert found.moments[found.moment] == max(found.moments.values())
+
+
+@given(specs(), PLACES)
+def test_no_term_is_negative_and_none_is_a_fraction(spec: Spec, place: Place) -> None:
+    found = estimate_step(spec, make_candidate(spec), place)
+    assert all(isinstance(value, int) and value >= 0 for value in found.terms.values())
+
+
+@given(specs(), PLACES)
+def test_evaluation_never_needs_more_than_training(spec: Spec, place: Place) -> None:
+    candidate = make_candidate(spec)
+    evaluation = estimate_step(spec, candidate, place, training=False)
+    assert evaluation.total_bytes <= estimate_step(spec, candidate, place).total_bytes
+
+
+@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row['cell']}-{row['hidden']}")
+def test_published_a100_peaks_are_met_within_one_percent(row: dict[str, str]) -> None:
+    """The study had 32 batches resident on the card: 31 more than the one that a step needs."""
+    seq, batch, hidden, layers = (int(row[key]) for key in ("seq", "microbatch", "hidden", "layers"))
+    shape: dict[str, Any] = {"cell": row["cell"], "features": int(row["input"]), "hidden": hidden, "layers": layers}
+    spec = Spec(**shape, seq=seq, batch=batch, batch_first=True, optimizer="adamw")
+    candidate = make_candidate(spec)
+    found = estimate_step(spec, candidate, A100)
+    resident = found.allocated_bytes + 31 * terms.input_bytes(spec, candidate)
+    assert resident == pytest.approx(int(row["bytes"]), rel=0.01)
+
+
+def test_memory_on_a_card_is_not_monotonic_in_the_hidden_size() -> None:
+    small: dict[str, Any] = {"cell": "gru", "features": 9, "layers": 4, "seq": 8000, "batch": 16}
+    assert peak(A100, hidden=256, **small).total_bytes < peak(A100, hidden=192, **small).total_bytes
+
+
+def test_gradients_live_across_passes() -> None:
+    one, two = peak(knobs={"microbatch": 8}), peak(knobs={"microbatch": 8}, batch=16)
+    gradients = sum(terms.gradients_bytes(Spec(cell="lstm", seq=1000)).values())
+    assert two.moments["forward"] - one.moments["forward"] == gradients
+
+
+def test_segments_leave_the_activations_of_one_segment_and_the_border_states() -> None:
+    plain, ten = peak(seq=10_000), peak(seq=10_000, knobs={"segments": 10})
+    borders = 9 * 8 * 2 * 4 * (256 + 256)  # borders, rows, layers, bytes, hidden and cell
+    activations = ten.terms["activations"] - borders
+    assert activations == pytest.approx(plain.terms["activations"] / 10, rel=1e-6)
+
+
+def test_segments_never_hold_the_logits_of_the_whole_sequence() -> None:
+    whole = peak(vocab=5000, seq=1000)
+    assert peak(vocab=5000, seq=1000, knobs={"segments": 10}).terms["logits"] <= whole.terms["logits"] // 10
+
+
+def test_chunks_without_recomputation_save_workspace_only() -> None:
+    plain = peak(A100, cell="gru", hidden=128, seq=8000)
+    chunks = peak(A100, cell="gru", hidden=128, seq=8000, knobs={"segments": 8, "recompute": False})
+    assert chunks.terms["workspace"] < plain.terms["workspace"] / 3
+    assert chunks.terms["activations"] >= 0.9 * plain.terms["activations"]
+
+
+def test_a_window_costs_what_a_segment_does_without_the_borders() -> None:
+    window, segments = peak(knobs={"window": 100}), peak(knobs={"segments": 10})
+    assert 0 < segments.total_bytes - window.total_bytes == 9 * 8 * 2 * 4 * (256 + 256)
+
+
+def test_frozen_lower_layers_keep_no_activations() -> None:
+    fields: dict[str, Any] = {"layers": 3, "vocab": 100}
+    frozen = peak(**fields, frozen=("embedding", "layer0", "layer1"))
+    free = peak(**fields, frozen=("head",))
+    assert frozen.terms["activations"] < 0.6 * free.terms["activations"]
+
+
+def test_a_frozen_layer_above_a_trained_one_keeps_its_activations() -> None:
+    lower, upper = peak(layers=2, frozen=("layer0",)), peak(layers=2, frozen=("layer1",))
+    assert upper.terms["activations"] > lower.terms["activations"]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_the_optimizer_is_the_peak_of_a_large_model_on_short_sequences(optimizer: str) -> None:
+    found = peak(cell="gru", vocab=50_000, hidden=512, seq=5, batch=1, head="last-step", outputs=2, optimizer=optimizer)
+    assert (found.moment == "optimizer") == (optimizer == "adam")
+
+
+def test_half_precision_halves_activations_and_adds_cast_weights() -> None:
+    full, half = peak(A100, hidden=256), peak(A100, hidden=256, knobs={"precision": "bf16"})
+    assert half.terms["activations"] == pytest.approx(full.terms["activations"] / 2, rel=0.1)
+    assert half.terms["weights"] > full.terms["weights"]
+
+
+def test_an_offloaded_state_leaves_the_card_for_the_host() -> None:
+    kept, offloaded = peak(A100), peak(A100, knobs={"offload": True})
+    assert kept.terms["optimizer"] == offloaded.host_bytes
+    assert offloaded.terms["optimizer"] == 0
+
+
+def test_the_input_pipeline_is_the_hosts_on_a_card_and_the_processs_on_the_cpu() -> None:
+    on_host, here = peak(A100, knobs={"workers": 2}), peak(knobs={"workers": 2})
+    assert on_host.terms["loader"] == 0 < on_host.host_bytes
+    assert here.terms["loader"] > 0
+
+
+def test_packed_sequences_cost_their_own_tokens_only() -> None:
+    lengths = {1000: 2, 10: 1000}
+    packed, padded = peak(A100, lengths=lengths, packed=True), peak(A100, lengths=lengths)
+    assert packed.terms["activations"] < 0.35 * padded.terms["activations"]
+
+
+def test_an_engine_that_cannot_run_the_cell_is_misuse() -> None:
+    spec = Spec(cell="gru", seq=10)
+    with pytest.raises(MisuseError, match="gru runs on native"):
+        estimate_step(spec, Candidate(microbatch=1, engine="onednn"))

@@ -1,0 +1,108 @@
+"""The terms against the real thing: PyTorch's own parameters, gradients and optimizer states."""
+
+import math
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oomguard.candidate import Candidate, make_candidate
+from oomguard.estimate import terms
+from oomguard.model import build, trainable
+from oomguard.spec import Optimizer, Spec
+from oomguard.step import make_optimizer
+
+SPECS = [
+    Spec(cell="lstm", seq=5, features=3, hidden=8, layers=2),
+    Spec(cell="lstm", seq=5, features=3, hidden=8, layers=2, projection=4, bidirectional=True),
+    Spec(cell="gru", seq=5, vocab=11, embedding=6, hidden=8, layers=3, layer_norm=True),
+    Spec(cell="rnn", seq=5, vocab=11, embedding=16, hidden=8, bidirectional=True, tied=True),
+    Spec(cell="gru", seq=5, vocab=11, hidden=8, layers=3, frozen=("embedding", "layer0")),
+    Spec(cell="rnn", seq=5, hidden=8, outputs=7, head="last-step"),
+]
+TORCH_OPTIMIZERS = [name for name in get_args(Optimizer) if name != "adam8bit"]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_the_shapes_are_those_of_the_model_in_its_order(spec: Spec) -> None:
+    ours = [shape for shapes in terms.parameters(spec).values() for shape in shapes]
+    assert sorted(ours) == sorted(tuple(p.shape) for p in build(spec).parameters())
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_the_gradients_are_those_that_a_backward_pass_leaves(spec: Spec) -> None:
+    model = build(spec)
+    inputs = torch.randn(5, 2, spec.inputs) if spec.vocab is None else torch.randint(spec.vocab, (5, 2))
+    model(inputs, None)[0].sum().backward()
+    held = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    assert sum(terms.gradients_bytes(spec).values()) == held
+
+
+@pytest.mark.parametrize("optimizer", TORCH_OPTIMIZERS)
+def test_the_optimizers_state_is_as_large_as_pytorchs_after_a_step(optimizer: Optimizer) -> None:
+    spec = Spec(cell="lstm", seq=5, features=30, hidden=40, optimizer=optimizer, frozen=("layer0",))
+    candidate = make_candidate(spec)
+    model = build(spec)
+    running = make_optimizer(model, candidate)
+    for parameter in trainable(model):
+        parameter.grad = torch.randn_like(parameter)
+    running.step()
+    states = [value for state in running.state.values() for value in state.values()]
+    counted = sum(value.nbytes for value in states if isinstance(value, torch.Tensor) and value.numel() > 1)
+    assert terms.optimizer_bytes(spec, candidate) == pytest.approx(counted, rel=0.01)
+
+
+def test_eight_bit_states_take_about_a_quarter() -> None:
+    spec = Spec(cell="lstm", seq=5, hidden=512)
+    full = terms.optimizer_bytes(spec, Candidate(microbatch=1))
+    assert 0.25 < terms.optimizer_bytes(spec, Candidate(microbatch=1, state_8bit=True)) / full < 0.27
+
+
+def test_a_loop_over_tensors_needs_room_for_neighbours_only() -> None:
+    spec = Spec(cell="gru", seq=5, features=64, hidden=64, layers=1)
+    assert terms.update_bytes(spec, Candidate(microbatch=1, update="loop")) == 4 * 3 * (3 * 64 * 64)
+
+
+def test_a_fused_update_makes_no_copies() -> None:
+    assert terms.update_bytes(Spec(cell="gru", seq=5), Candidate(microbatch=1, update="fused")) == 0
+
+
+def test_tied_weights_count_once() -> None:
+    tied = Spec(cell="gru", seq=5, vocab=1000, hidden=64, tied=True)
+    untied = Spec(cell="gru", seq=5, vocab=1000, hidden=64)
+    assert terms.weights_bytes(untied) - terms.weights_bytes(tied) == 4 * 1000 * 64
+
+
+def test_a_sparse_gradient_has_a_row_for_every_token_of_the_batch() -> None:
+    spec = Spec(cell="gru", seq=10, batch=4, vocab=1000, hidden=64, sparse_embedding=True, optimizer="sgd")
+    assert terms.gradients_bytes(spec)["embedding"] == 0
+    assert terms.sparse_gradient_bytes(spec) == 10 * 4 * (8 + 4 * 64)
+
+
+def test_packed_tokens_are_those_of_the_longest_sequences() -> None:
+    spec = Spec(cell="gru", lengths={5: 10, 50: 2, 20: 3}, packed=True)
+    assert [terms.longest_tokens(spec, rows) for rows in (1, 2, 4, 6)] == [50, 100, 140, 165]
+
+
+def test_padded_tokens_are_all_of_the_longest_length() -> None:
+    assert terms.longest_tokens(Spec(cell="gru", lengths={5: 10, 50: 2}), 4) == 200
+
+
+@given(st.lists(st.integers(1, 1 << 50), min_size=1, max_size=20))
+def test_pinned_sizes_are_the_next_power_of_two(sizes: list[int]) -> None:
+    rounded = terms.power_of_two(np.array(sizes))
+    assert list(rounded) == [terms.power_of_two(size) for size in sizes]
+    assert all(size <= power < 2 * size for size, power in zip(sizes, rounded, strict=True))
+    assert all(math.log2(power).is_integer() for power in rounded)
+
+
+def test_the_loader_holds_prefetched_microbatches_and_one_in_the_making_per_worker() -> None:
+    spec = Spec(cell="gru", seq=100, features=16, batch=8)
+    candidate = make_candidate(spec, workers=3, prefetch=2)
+    microbatch = terms.input_bytes(spec, candidate)
+    assert terms.loader_bytes(spec, candidate, pinned=False) == 9 * microbatch
+    assert terms.loader_bytes(spec, candidate, pinned=True) == 9 * terms.power_of_two(microbatch)

@@ -1,0 +1,163 @@
+"""What the screen and the JSON say."""
+
+import io
+import json
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import oomguard
+from oomguard.api import find_budget
+from oomguard.estimate.breakdown import Estimate
+from oomguard.estimate.moments import TERMS
+from oomguard.report import WORDS, devices_json, peak_words, show_devices, show_estimate, title, to_json
+from oomguard.spec import Spec
+from oomguard.units import GIB, format_bytes
+
+SPEC = Spec(cell="lstm", seq=10_000)
+KEYS = {"fits", "total_bytes", "budget_bytes", "margin_bytes", "terms", "moment", "moments", "engine", "device"}
+
+
+def screen(estimate: Estimate, width: int = 80, encoding: str = "utf-8", advice: list[str] | None = None) -> str:
+    """What is shown of an estimate of SPEC on a terminal of that width and encoding."""
+    written = io.BytesIO()
+    buffer = io.TextIOWrapper(written, encoding=encoding)
+    console = Console(file=buffer, width=width, highlight=False, markup=False)
+    show_estimate(SPEC, estimate, "free RAM", advice or [], console)
+    buffer.flush()
+    return written.getvalue().decode(encoding)
+
+
+@pytest.fixture(name="found")
+def _found() -> Estimate:
+    return oomguard.estimate(SPEC, budget_bytes=4 * GIB)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 140])
+def test_no_line_is_wider_than_the_terminal(found: Estimate, width: int) -> None:
+    assert max(map(len, screen(found, width, advice=["--batch-first costs " * 9]).splitlines())) <= width
+
+
+@pytest.mark.parametrize("width", [40, 140])
+def test_no_line_ends_in_blanks(found: Estimate, width: int) -> None:
+    assert not [line for line in screen(found, width).splitlines() if line != line.rstrip()]
+
+
+def test_nothing_is_coloured_in_a_pipe(found: Estimate) -> None:
+    assert "\x1b" not in screen(found)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp437"])
+def test_a_terminal_without_unicode_gets_letters_that_it_has(found: Estimate, encoding: str) -> None:
+    assert screen(found, 140, encoding).isascii()
+
+
+def test_terms_come_by_size(found: Estimate) -> None:
+    names = [line.split()[0] for line in screen(found).splitlines() if line.split() and line.split()[0] in TERMS]
+    assert names == sorted(names, key=lambda name: -found.terms[name])
+
+
+def test_terms_that_need_nothing_are_left_out(found: Estimate) -> None:
+    assert found.terms["loader"] == 0
+    assert "loader" not in screen(found)
+
+
+def test_total_margin_and_budget_are_shown(found: Estimate) -> None:
+    sizes = (found.total_bytes, found.margin_bytes, 4 * GIB)
+    assert all(format_bytes(size) in screen(found) for size in sizes)
+
+
+@pytest.mark.parametrize(("budget_bytes", "verdict"), [(4 * GIB, "DOES NOT FIT by"), (400 * GIB, "FITS with")])
+def test_the_verdict_is_in_words(budget_bytes: int, verdict: str) -> None:
+    assert verdict in screen(oomguard.estimate(SPEC, budget_bytes=budget_bytes))
+
+
+def test_a_wide_terminal_explains_the_terms(found: Estimate) -> None:
+    assert WORDS["activations"] in screen(found, 100)
+
+
+def test_every_term_has_its_words() -> None:
+    assert WORDS.keys() == {*TERMS}
+
+
+def test_markup_in_advice_is_printed_as_it_is(found: Estimate) -> None:
+    assert "[bold]x[/bold]" in screen(found, advice=["[bold]x[/bold]"])
+
+
+def test_flags_are_not_broken_at_their_hyphens(found: Estimate) -> None:
+    text = screen(found, 40, advice=["leave out --sparse-embedding and --batch-first, --layer-norm"])
+    assert all(flag in text for flag in ("--sparse-embedding", "--batch-first", "--layer-norm"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "knobs", "part"),
+    [
+        ({"vocab": 30_000, "embedding": 100}, {}, "lstm 30,000 → 100 → 256 × 2 layers"),
+        ({"layers": 1, "bidirectional": True}, {}, "64 → 256 × 1 layer × 2 directions"),
+        ({"projection": 32}, {}, "64 → 256 → 32 × 2 layers"),
+        ({}, {"segments": 100}, "T = 10,000, 100 segments"),
+        ({}, {"window": 50}, "window 50"),
+        ({}, {"microbatch": 8}, "batch 32 = 8 × 4"),
+        ({"optimizer": "sgd"}, {"engine": "native"}, "fp32, sgd, native on cpu"),
+    ],
+    ids=str,
+)
+def test_the_title_says_what_was_estimated(fields: dict[str, Any], knobs: dict[str, Any], part: str) -> None:
+    spec = Spec(cell="lstm", seq=10_000, **fields)
+    assert part in title(spec, oomguard.estimate(spec, **knobs))
+
+
+def test_an_evaluation_has_no_optimizer_in_its_title() -> None:
+    assert ", evaluation, " in title(SPEC, oomguard.estimate(SPEC, training=False))
+
+
+@pytest.mark.parametrize("device", ["cpu", "a100-80gb"])
+@pytest.mark.parametrize("training", [True, False])
+def test_every_moment_has_a_sentence(device: str, training: bool) -> None:
+    spec = Spec(cell="lstm", seq=10, vocab=10)
+    moments = oomguard.estimate(spec, device=device, training=training).moments
+    assert all(any(word in peak_words(one) for word in (" pass", " step", " loss ")) for one in moments)
+
+
+def test_the_json_of_the_cpu_has_the_keys_that_stay(found: Estimate) -> None:
+    assert to_json(found).keys() == KEYS | {"candidate"}
+
+
+def test_the_json_of_a_card_has_allocated_reserved_and_host_bytes_too() -> None:
+    more = {"allocated_bytes", "reserved_bytes", "host_bytes"}
+    assert to_json(oomguard.estimate(SPEC, device="t4")).keys() == KEYS | more | {"candidate"}
+
+
+def test_the_json_of_a_packed_histogram_has_plain_numbers_only() -> None:
+    spec = Spec(cell="gru", lengths={10: 3, 50: 2}, packed=True)
+    assert json.loads(json.dumps(to_json(oomguard.estimate(spec, device="t4")))) == to_json(
+        oomguard.estimate(spec, device="t4")
+    )
+
+
+def test_the_json_of_many_candidates_has_lists() -> None:
+    found = to_json(oomguard.estimate(SPEC, microbatch=[1, 2], budget_bytes=GIB))
+    assert len(json.loads(json.dumps(found))["terms"]["activations"]) == 2
+
+
+def test_the_terms_of_the_json_add_up_to_its_total(found: Estimate) -> None:
+    document = to_json(found)
+    assert sum(document["terms"].values()) == document["total_bytes"]
+
+
+def test_devices_name_every_limit_and_its_source() -> None:
+    buffer, budget = io.StringIO(), find_budget("rtx-4090")
+    show_devices([("NVIDIA", budget)], Console(file=buffer, width=400))
+    assert budget.limits[0].source in buffer.getvalue()
+
+
+def test_without_a_card_the_devices_tell_how_to_plan_for_one() -> None:
+    buffer = io.StringIO()
+    show_devices([("a CPU", find_budget("cpu"))], Console(file=buffer, width=400))
+    assert "--device takes the name" in buffer.getvalue()
+
+
+def test_the_json_of_devices_has_what_may_be_used() -> None:
+    budget = find_budget("rtx-4090")
+    assert devices_json([("x", budget)])["devices"][0]["limit_bytes"] == budget.limit_bytes
