@@ -6,7 +6,7 @@ PY := .venv/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet -c constraints.txt
 DEMO := estimate --model lstm --seq 10000
 
-.PHONY: demo test lint format clean
+.PHONY: demo test lint format bench clean
 
 # Exit code 1 is an answer too: it does not fit.
 demo: .venv/demo.stamp
@@ -24,6 +24,11 @@ lint: .venv/dev.stamp
 format: .venv/dev.stamp
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+
+# Measures new rows for about ten minutes, then compares.
+bench: .venv/dev.stamp
+	$(PY) benchmarks/estimate_starts_fast.py
+	$(PY) benchmarks/estimates_track_peaks.py --measure 20 --seed $$$$
 
 clean:
 	rm -rf .venv build dist oomguard.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -141,7 +141,8 @@ def _too_long(case: Case) -> Iterator[Line]:
     steps = piece_steps(case.spec, case.candidate)
     if steps > case.longest:
         text = f"cuDNN takes at most {case.longest:,} steps at a time, not {steps:,}: this would fail. "
-        text += f"--segments {-(-case.spec.steps // case.longest)} or more cures it."
+        fewest = -(-case.spec.steps // case.longest)
+        text += f"--segments {fewest} or more cures it." if not case.spec.bidirectional else "Shorten the sequences."
         yield Line(text=text, need=case.need, cost=Cost.MUST, sure=True)
 
 
@@ -270,7 +271,7 @@ def _segments(case: Case) -> Iterator[Line]:
 def _segment_counts(case: Case) -> list[int]:
     """More segments than now, up to one for each step, each number about a fifth more than the one before."""
     steps = case.spec.steps
-    if not case.training or case.candidate.window is not None:
+    if not case.training or case.candidate.window is not None or case.spec.bidirectional:  # bptt.py runs one direction
         return []
     counts = {min(steps, round(2 ** (power / 4))) for power in range(math.ceil(4 * math.log2(steps)) + 1)}
     return sorted(one for one in counts if one > case.candidate.segments and -(-steps // one) <= case.longest)

@@ -40,6 +40,8 @@ class Call:
     """Dropout between the layers, done by the kernel itself."""
     packed: bool = False
     """A packed sequence."""
+    input_gradient: bool = False
+    """Whether anything below wants the gradient of the input."""
 
     @property
     def output(self) -> int:

@@ -98,6 +98,7 @@ def _calls(spec: Spec, candidate: Candidate, engine: str, steps: Count, tokens: 
             directions=1 if spec.bidirectional and _in_pieces(candidate) else spec.directions,
             element_bytes=element_bytes(candidate),
             packed=spec.packed,
+            input_gradient=i > 0 or (spec.vocab is not None and "embedding" not in spec.frozen),
         )
         for i in range(spec.layers // layers)
     )

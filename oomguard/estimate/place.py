@@ -11,7 +11,7 @@ from oomguard.units import MIB
 
 CPU_RUNTIME_BYTES = 318 * MIB
 """Resident bytes of a process that has imported torch and run a tiny step: interpreter, libraries, oneDNN's kernels.
-Median of the rows in benchmarks/results/cpu_peaks.csv (torch 2.13.0, CPU build, Python 3.11)."""
+Just above all rows of benchmarks/results/cpu_peaks.csv, which start from 305 to 317 MiB (torch 2.13.0, CPU build)."""
 CUBLAS_HANDLES = 2
 """cuBLAS workspaces alive: the backward pass runs in a thread with a handle of its own (CublasHandlePool.cpp)."""
 

@@ -1,0 +1,37 @@
+"""Claim: a cold `oomguard estimate --json` takes at most 0.4 of the time of `python -c "import torch"`.
+
+    python benchmarks/estimate_starts_fast.py [ROUNDS]
+
+Both run as new processes, by turns, so that a busy machine slows them alike; the ratio of the medians counts.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from statistics import median
+
+OURS = [sys.executable, "-m", "oomguard", "estimate", "--model", "lstm", "--seq", "10000", "--json"]
+THEIRS = [sys.executable, "-c", "import torch"]
+MOST = 0.4
+
+
+def seconds(command: list[str]) -> float:
+    began = time.perf_counter()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 7
+    for command in (OURS, THEIRS):
+        seconds(command)  # the files come into the cache for both
+    times = [(seconds(OURS), seconds(THEIRS)) for _ in range(rounds)]
+    ours, theirs = median(one for one, _ in times), median(other for _, other in times)
+    print(f"{'oomguard estimate':<20} {ours:.3f} s\n{'import torch':<20} {theirs:.3f} s\n{'ratio':<20} {ours / theirs:.3f}")
+    print(json.dumps({"claim": "estimate_starts_fast", "ratio": ours / theirs, "most": MOST, "rounds": rounds}))
+    sys.exit(ours / theirs > MOST)
+
+
+if __name__ == "__main__":
+    main()
