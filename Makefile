@@ -28,6 +28,7 @@ format: .venv/dev.stamp
 # Measures new rows for about ten minutes, then compares.
 bench: .venv/dev.stamp
 	$(PY) benchmarks/estimate_starts_fast.py
+	$(PY) benchmarks/a_million_take_a_second.py
 	$(PY) benchmarks/estimates_track_peaks.py --measure 20 --seed $$$$
 
 clean:

@@ -28,7 +28,9 @@ def main() -> None:
         seconds(command)  # the files come into the cache for both
     times = [(seconds(OURS), seconds(THEIRS)) for _ in range(rounds)]
     ours, theirs = median(one for one, _ in times), median(other for _, other in times)
-    print(f"{'oomguard estimate':<20} {ours:.3f} s\n{'import torch':<20} {theirs:.3f} s\n{'ratio':<20} {ours / theirs:.3f}")
+    print(
+        f"{'oomguard estimate':<20} {ours:.3f} s\n{'import torch':<20} {theirs:.3f} s\n{'ratio':<20} {ours / theirs:.3f}"
+    )
     print(json.dumps({"claim": "estimate_starts_fast", "ratio": ours / theirs, "most": MOST, "rounds": rounds}))
     sys.exit(ours / theirs > MOST)
 

@@ -29,7 +29,7 @@ from oomguard.units import GIB, MIB
 
 ROWS = Path(__file__).parent / "results" / "cpu_peaks.csv"
 COLUMNS = (
-    *("date", "torch", "cpu", "spec", "candidate", "runtime_bytes", "growth_bytes", "committed_growth_bytes"),
+    *("date", "torch", "cpu", "spec", "candidate", "runtime_bytes", "growth_bytes"),
     *("seconds_per_step", "memtracker_bytes", "torchinfo_bytes"),
 )
 GROWTH_BYTES = (50 * MIB, 2 * GIB)
@@ -144,7 +144,7 @@ def main() -> None:
     if asked.measure:
         new = not ROWS.exists()
         with ROWS.open("a", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
             if new:
                 writer.writeheader()
             for row in measure_rows(asked.measure, asked.seed):

@@ -99,14 +99,13 @@ def main() -> None:
     small = tiny(spec)
     run(small, make_candidate(small, engine=candidate.engine, update=candidate.update), STEPS)
     gc.collect()
-    runtime_bytes, runtime_committed_bytes = status_bytes("VmRSS"), status_bytes("VmData")
+    runtime_bytes = status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     began = time.monotonic()
     run(spec, candidate, STEPS)
     row = {
         "runtime_bytes": runtime_bytes,
         "growth_bytes": status_bytes("VmHWM") - runtime_bytes,
-        "committed_growth_bytes": status_bytes("VmData") - runtime_committed_bytes,
         "seconds_per_step": (time.monotonic() - began) / STEPS,
     }
     print(json.dumps(row))

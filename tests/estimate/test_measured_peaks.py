@@ -16,9 +16,7 @@ from oomguard.units import GIB, MIB
 
 STORED = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu_peaks.csv"
 ROWS = [
-    row
-    for row in csv.DictReader(STORED.read_text().splitlines())
-    if 50 * MIB <= int(row["growth_bytes"]) <= 2 * GIB
+    row for row in csv.DictReader(STORED.read_text().splitlines()) if 50 * MIB <= int(row["growth_bytes"]) <= 2 * GIB
 ]
 
 

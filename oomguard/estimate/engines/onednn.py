@@ -5,10 +5,7 @@ Which regions of the workspace are *touched* (and so resident) in which pass was
 on an AVX2 machine; the sizes of the regions are in oneDNN's src/cpu/rnn/rnn_utils.hpp.
 """
 
-from oomguard.estimate.call import Call, Count, Footprint, round_up
-
-COMMITTED_STATES = 11
-"""State rows of the workspace that oneDNN asks for; it touches fewer (see `footprint`)."""
+from oomguard.estimate.call import Call, Footprint
 
 
 def leading(width: int) -> int:
@@ -48,9 +45,3 @@ def footprint(call: Call) -> Footprint:
         weight_gradients=gradients + 2 * 4 * gates * (inputs + hidden),
         inference=4 * call.tokens * (gates + 2 * hidden if both else widest),
     )
-
-
-def committed_bytes(call: Call) -> Count:
-    """What oneDNN asks of the C allocator for a layer's workspace, touched or not: `ld(4H) + 11 rows` per token."""
-    rows = leading(4 * call.hidden) + COMMITTED_STATES * leading(max(call.inputs, call.hidden))
-    return round_up(4 * call.tokens * rows * call.directions, 4096)
