@@ -127,7 +127,7 @@ def advise(spec: Spec, estimate: Estimate, place: Place) -> list[str]:
             rule="Advice is about one candidate", got="got an array of them", advice="Estimate one of them, [i], again."
         )
     case = Case(spec=spec, found=estimate, candidate=estimate.candidate, place=place)
-    topics = [_too_long, _cliff, _wider, _copies, _heap, _padding, _updates]
+    topics = [_too_long, _both_directions, _cliff, _wider, _copies, _heap, _padding, _updates]
     if case.tight:
         topics += [_pieces, _engine, _precision, _optimizer]
     lines = [line for topic in topics for line in topic(case) if case.matters(line)]
@@ -143,6 +143,13 @@ def _too_long(case: Case) -> Iterator[Line]:
         text = f"cuDNN takes at most {case.longest:,} steps at a time, not {steps:,}: this would fail. "
         fewest = -(-case.spec.steps // case.longest)
         text += f"--segments {fewest} or more cures it." if not case.spec.bidirectional else "Shorten the sequences."
+        yield Line(text=text, need=case.need, cost=Cost.MUST, sure=True)
+
+
+def _both_directions(case: Case) -> Iterator[Line]:
+    """What can be estimated but not run: segments of a bidirectional model."""
+    if case.training and case.spec.bidirectional and (case.candidate.segments > 1 or case.candidate.window is not None):
+        text = "Segments and windows of a bidirectional model can be estimated, but not run yet."
         yield Line(text=text, need=case.need, cost=Cost.MUST, sure=True)
 
 
@@ -169,7 +176,7 @@ def _cliff(case: Case) -> Iterator[Line]:
     need = case.what_if.need({"hidden": lower})
     if need is not None:
         text = f"--hidden {lower} instead of {hidden} lets cuDNN run its fast algorithm for small sizes "
-        text += f"(on an A100, 129 was {CLIFF[case.spec.cell]} times slower than 128): {case.change(need)}."
+        text += f"(on an A100, 129 was {CLIFF[case.spec.cell]} times slower than 128), at {case.change(need)}."
         yield Line(text=text, need=need, cost=Cost.NOTHING, sure=True)
 
 

@@ -29,6 +29,12 @@ def backward(model: Recurrent, inputs: Tensor, targets: Tensor, candidate: Candi
             got=f"got segments {candidate.segments} and window {candidate.window}",
             advice="Take segments 1, or a model of one direction.",
         )
+    if candidate.segments > 1 and not candidate.recompute:
+        raise MisuseError(
+            rule="Segments are recomputed in the backward pass",
+            got="got recompute false, which can only be estimated",
+            advice="Leave --no-recompute out.",
+        )
     if candidate.window is not None:
         return _windowed(model, inputs, targets, candidate.window, scale)
     if candidate.segments > 1:

@@ -106,8 +106,8 @@ _BOUNDS = (
     ("segments", 1, 10**9),
     ("window", 1, 10**9),
     ("threads", 1, 4096),
-    ("workers", 0, 1024),
-    ("prefetch", 1, 1024),
+    ("workers", 0, 128),
+    ("prefetch", 1, 32),
 )
 _CHOICES: dict[str, tuple[str, ...]] = {
     "precision": get_args(Precision),

@@ -33,6 +33,8 @@ def flag(name: str) -> str:
     >>> flag("cell"), flag("layer_norm")
     ('--model', '--layer-norm')
     """
+    if " " in name:  # words already
+        return name[0].upper() + name[1:]
     return "--model" if name == "cell" else "--" + name.replace("_", "-")
 
 

@@ -50,6 +50,7 @@ app = typer.Typer(
     help="Train LSTM, GRU and RNN models on long sequences without running out of memory.",
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,  # what should not happen is shown plainly (__main__.py)
 )
 
 

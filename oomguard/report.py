@@ -40,11 +40,11 @@ def to_json(estimate: Estimate) -> dict[str, Any]:
 
     >>> from oomguard.estimate.breakdown import estimate_step
     >>> list(to_json(estimate_step(Spec(cell="gru", seq=10), Candidate(microbatch=1))))[:4]
-    ['fits', 'total_bytes', 'budget_bytes', 'margin_bytes']
+    ['fits', 'runs', 'total_bytes', 'budget_bytes']
     """
     knobs = estimate.candidate
-    names = ("fits", "total_bytes", "budget_bytes", "margin_bytes", "terms", "moment", "moments", "engine", "device")
-    found = {name: getattr(estimate, name) for name in names}
+    figures = ("fits", "runs", "total_bytes", "budget_bytes", "margin_bytes")
+    found = {name: getattr(estimate, name) for name in (*figures, "terms", "moment", "moments", "engine", "device")}
     found["candidate"] = msgspec.structs.asdict(knobs) if isinstance(knobs, Candidate) else asdict(knobs)
     if estimate.allocated_bytes is not None:
         found |= {name: getattr(estimate, name) for name in ("allocated_bytes", "reserved_bytes", "host_bytes")}
@@ -72,7 +72,9 @@ def show_estimate(spec: Spec, estimate: Estimate, limit: str, advice: list[str],
         say(_row("budget", budget_bytes) + f"  {limit}")
         spare_bytes = budget_bytes - estimate.total_bytes - estimate.margin_bytes
         say("")
-        if estimate.fits:
+        if not estimate.runs:
+            say(f"CANNOT RUN: {estimate.engine} does not take {estimate.steps:,} steps at once.", "bold red")
+        elif estimate.fits:
             say(f"FITS with {format_bytes(spare_bytes)} to spare.", "bold green")
         else:
             say(f"DOES NOT FIT by {format_bytes(-spare_bytes)}.", "bold red")

@@ -21,7 +21,7 @@ SPARSE_OPTIMIZERS = ("sgd", "sgd-momentum", "adagrad")
 """Those of PyTorch's optimizers among ours that take sparse gradients."""
 MAX_SEQ = 10**9
 """Longest sequence: a billion steps. Beyond it one border state per segment no longer fits any machine."""
-MAX_STEP_ELEMENTS = 1 << 50
+MAX_STEP_ELEMENTS = 1 << 45
 """Elements of the widest tensor of one step: keeps every byte count far inside an int64."""
 
 _BOUNDS = {
@@ -202,8 +202,8 @@ def _check_lengths(spec: Spec) -> None:
             advice="Write it as 100:5000,2000:40.",
         )
     for length, count in spec.lengths.items():
-        check_whole("lengths", length, 1, MAX_SEQ, optional=False)
-        check_whole("lengths", count, 1, 1 << 40, optional=False)
+        check_whole("a length in --lengths", length, 1, MAX_SEQ, optional=False)
+        check_whole("a count in --lengths", count, 1, 1 << 40, optional=False)
     if spec.seq is not None and spec.seq < max(spec.lengths):
         raise MisuseError(
             rule="--seq must not be shorter than the longest of --lengths",
@@ -234,6 +234,12 @@ def _check_together(spec: Spec) -> None:
             "--sparse-embedding needs a vocabulary",
             "there is no --vocab",
             "Add --vocab, or leave --sparse-embedding out.",
+        ),
+        (
+            spec.sparse_embedding and spec.tied,
+            "Tied weights have a dense gradient",
+            "got --tied and --sparse-embedding",
+            "Leave one of the two out.",
         ),
         (
             spec.sparse_embedding and spec.optimizer not in SPARSE_OPTIMIZERS,

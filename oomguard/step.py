@@ -7,6 +7,7 @@ from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from oomguard.bptt import backward
 from oomguard.candidate import Candidate
+from oomguard.checks import flag
 from oomguard.errors import MisuseError
 from oomguard.model import Recurrent, trainable
 
@@ -32,6 +33,22 @@ def make_optimizer(model: Recurrent, candidate: Candidate, lr: float = 1e-3) -> 
     )
 
 
+def _check_runnable(model: Recurrent, candidate: Candidate) -> None:
+    """Raise for what can be estimated but not run yet, rather than run something else."""
+    asked = {
+        "precision": candidate.precision != "fp32",
+        "offload": candidate.offload,
+        "state_8bit": candidate.state_8bit,
+        "packed": model.spec.packed,
+    }
+    if any(asked.values()):
+        raise MisuseError(
+            rule="A step runs in fp32, with its state where the weights are, on padded sequences",
+            got=f"got {', '.join(flag(name) for name, wanted in asked.items() if wanted)}, which can only be estimated",
+            advice="Leave it out for a run.",
+        )
+
+
 def step(
     model: Recurrent,
     optimizer: Optimizer,
@@ -43,6 +60,7 @@ def step(
 
     `targets` is the number of targets in the whole batch, so that unequal microbatches weigh what they hold.
     """
+    _check_runnable(model, candidate)
     total: Tensor | None = None
     for inputs, wanted in microbatches:
         loss = backward(model, inputs, wanted, candidate, scale=1.0 / targets)

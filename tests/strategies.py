@@ -73,7 +73,7 @@ def _inputs_and_outputs(draw: st.DrawFn, fields: dict[str, Any]) -> dict[str, An
     sparse = st.booleans() if fields["optimizer"] in SPARSE_OPTIMIZERS else st.just(False)
     drawn = {"vocab": vocab, "sparse_embedding": draw(or_absent(sparse))}
     if _width(fields) <= 1 << 16 and draw(st.booleans()):
-        return drawn | {"embedding": _width(fields), "tied": True, "outputs": draw(or_absent(st.just(vocab)))}
+        return {"vocab": vocab, "embedding": _width(fields), "tied": True, "outputs": draw(or_absent(st.just(vocab)))}
     outputs = draw(or_absent(up_to(1 << 30)))
     return drawn | {
         "embedding": draw(or_absent(up_to(1 << 16))),
@@ -104,10 +104,11 @@ def _steps(draw: st.DrawFn, fields: dict[str, Any]) -> dict[str, Any]:
     recurrent = fields["layers"] * _width({**fields, "projection": ABSENT})
     given = [fields.get(name, ABSENT) for name in ("features", "vocab", "embedding", "outputs")]
     widest = max(64, recurrent, *(value for value in given if value is not ABSENT))
-    longest = max(1, min(MAX_SEQ, MAX_STEP_ELEMENTS // (fields["batch"] * widest)))
+    batch = min(fields["batch"], MAX_STEP_ELEMENTS // widest)
+    longest = min(MAX_SEQ, MAX_STEP_ELEMENTS // (batch * widest))
     seq = draw(up_to(longest))
     lengths = draw(or_absent(st.dictionaries(up_to(seq), up_to(1 << 40), min_size=1, max_size=5)))
-    return {"seq": seq if lengths is ABSENT else draw(or_absent(st.just(seq))), "lengths": lengths}
+    return {"batch": batch, "seq": seq if lengths is ABSENT else draw(or_absent(st.just(seq))), "lengths": lengths}
 
 
 def specs() -> st.SearchStrategy[Spec]:
@@ -132,8 +133,8 @@ def candidates() -> st.SearchStrategy[Candidate]:
             "update": st.sampled_from(get_args(Update)),
             "state_8bit": st.booleans(),
             "allocator": st.none() | st.sampled_from(get_args(Allocator)),
-            "workers": st.integers(0, 1024),
-            "prefetch": up_to(1024),
+            "workers": st.integers(0, 128),
+            "prefetch": up_to(32),
         },
     )
     return st.builds(lambda some, more: Candidate(**some, **more), knobs, pieces)

@@ -72,6 +72,12 @@ def test_a_shorter_window_changes_the_gradient_but_not_the_loss() -> None:
     assert float(loss) == pytest.approx(float(plain_loss), rel=1e-12)
 
 
+def test_segments_without_recomputation_are_refused_rather_than_recomputed() -> None:
+    model, inputs, targets = example("gru", "plain")
+    with pytest.raises(ValueError, match="can only be estimated"):
+        backward(model, inputs, targets, make_candidate(model.spec, segments=2, recompute=False))
+
+
 def test_segments_of_a_bidirectional_model_are_refused_rather_than_wrong() -> None:
     spec = Spec(cell="gru", seq=10, features=3, hidden=4, bidirectional=True, batch=2)
     with pytest.raises(ValueError, match="must see the whole sequence"):

@@ -140,7 +140,9 @@ def test_flags_override_a_preset(capsys: Capture) -> None:
 
 
 def test_features_replace_the_vocabulary_of_a_preset(capsys: Capture) -> None:
-    assert document(capsys, "estimate --preset char-lm --features 8")["engine"] == "onednn"
+    changed = document(capsys, "estimate --preset char-lm --features 8 --budget 1GiB")
+    plain = "estimate --model lstm --features 8 --hidden 512 --batch 64 --seq 2000 --budget 1GiB"
+    assert changed == document(capsys, plain)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -16,7 +16,7 @@ from oomguard.spec import Spec
 from oomguard.units import GIB, format_bytes
 
 SPEC = Spec(cell="lstm", seq=10_000)
-KEYS = {"fits", "total_bytes", "budget_bytes", "margin_bytes", "terms", "moment", "moments", "engine", "device"}
+KEYS = {"fits", "runs", "total_bytes", "budget_bytes", "margin_bytes", "terms", "moment", "moments", "engine", "device"}
 
 
 def screen(estimate: Estimate, width: int = 80, encoding: str = "utf-8", advice: list[str] | None = None) -> str:

@@ -1,5 +1,7 @@
 """One optimizer step: accumulation changes nothing but memory."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -47,6 +49,15 @@ def test_gradients_are_gone_after_the_step() -> None:
     batch = [(torch.randn(12, 8, 3), torch.randn(12, 8, 1))]
     step(model, make_optimizer(model, candidate), batch, candidate, 96)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("knobs", [{"precision": "bf16"}, {"offload": True}, {"state_8bit": True}])
+def test_what_can_only_be_estimated_is_refused_rather_than_ignored(knobs: dict[str, Any]) -> None:
+    model = build(SPEC)
+    candidate = make_candidate(SPEC, **knobs)
+    optimizer = make_optimizer(model, candidate)
+    with pytest.raises(MisuseError, match="can only be estimated"):
+        step(model, optimizer, [(torch.randn(12, 8, 3), torch.randn(12, 8, 1))], candidate, 96)
 
 
 def test_an_optimizer_that_pytorch_lacks_is_named() -> None:

@@ -152,11 +152,13 @@ def replay(events: Iterable[Event]) -> Cache:
     return cache
 
 
-def reserved_bytes(allocated: Count) -> Count:
+def reserved_bytes(allocated: Count, *, expandable: bool = False) -> Count:
     """What is reserved when so many bytes are in blocks: an eighth more, and a segment of each pool.
 
     Blocks do not fit segments to the byte, and what forward freed is not always what backward asks for. `replay` is
     exact for a known sequence; this is what holds on average for whole steps (1,500 simulated Adam steps with peaks
-    over 200 MB: median 1.14 of the allocated peak).
+    over 200 MB: median 1.14 of the allocated peak). Expandable segments grow page by page (2 MiB) and need only the
+    segments; not measured.
     """
-    return allocated + allocated // 8 + SMALL_SEGMENT_BYTES + LARGE_SEGMENT_BYTES
+    pools = SMALL_SEGMENT_BYTES + LARGE_SEGMENT_BYTES
+    return round_up(allocated, ROUND_LARGE_BYTES) + pools if expandable else allocated + allocated // 8 + pools

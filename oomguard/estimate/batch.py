@@ -18,7 +18,7 @@ from oomguard.spec import Spec
 
 CHUNK_ROWS = 1 << 15
 """A few dozen arrays of this length fit a core's cache (measured: half as fast in one piece)."""
-_FIGURES = ("total_bytes", "margin_bytes", "allocated_bytes", "reserved_bytes", "host_bytes")
+_FIGURES = ("total_bytes", "margin_bytes", "allocated_bytes", "reserved_bytes", "host_bytes", "steps")
 _NAME = "U32"
 """Room for the name of any moment or engine."""
 

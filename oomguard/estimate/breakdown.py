@@ -13,6 +13,7 @@ from oomguard.candidate import Candidate, Candidates
 from oomguard.estimate import terms
 from oomguard.estimate.allocator import reserved_bytes
 from oomguard.estimate.call import Count, maximum
+from oomguard.estimate.engines import cudnn
 from oomguard.estimate.moments import TERMS, Moments, Terms, evaluation_moments, training_moments
 from oomguard.estimate.passes import Pass, make_pass, piece_steps
 from oomguard.estimate.place import CPU, Place
@@ -30,7 +31,7 @@ class Estimate:
     moment: Any
     """When it happens, such as `forward` or `backward of layer 2`."""
     moments: dict[str, Count] = field(repr=False)
-    """The total of every moment."""
+    """The total of every moment, in the unit of `total_bytes`."""
     engine: Any
     """The kernel that runs the cell."""
     device: str
@@ -43,15 +44,25 @@ class Estimate:
     """CUDA: what `torch.cuda.max_memory_reserved` would say."""
     host_bytes: Count = 0
     """CUDA: host memory of the input pipeline and of an offloaded optimizer state."""
+    steps: Count = 0
+    """Time steps that the kernel takes at once."""
     budget_bytes: int | None = None
     """What the process may use there; None if nobody asked whether it fits."""
     margin_bytes: Count = 0
     """What is added before the comparison with the budget, because estimates err."""
 
     @property
+    def runs(self) -> Any:
+        """Whether the engine takes so many steps at once: cuDNN refuses more than 65,535, whatever the memory."""
+        too_long = (self.engine == "cudnn") & (self.steps > cudnn.MAX_STEPS)
+        return ~too_long if isinstance(too_long, np.ndarray) else not too_long
+
+    @property
     def fits(self) -> Any:
-        """Whether the total and its margin are within the budget; None without one."""
-        return None if self.budget_bytes is None else self.total_bytes + self.margin_bytes <= self.budget_bytes
+        """Whether it runs, with total and margin within the budget; None without a budget."""
+        if self.budget_bytes is None:
+            return None
+        return self.runs & (self.total_bytes + self.margin_bytes <= self.budget_bytes)
 
     @property
     def growth_bytes(self) -> Count:
@@ -76,11 +87,12 @@ def estimate_step(spec: Spec, candidate: Candidate, place: Place = CPU, *, train
 def _assemble(step: Pass, moments: Moments) -> Estimate:
     totals = {name: sum(parts[term] for term in TERMS) for name, parts in moments.items()}
     found, moment = _largest(moments, totals)
-    cuda = step.place.cuda
-    allocated = sum(found[term] for term in TERMS) - found["runtime"] if cuda else None
+    cuda, runtime, expandable = step.place.cuda, step.place.runtime_bytes, step.candidate.allocator == "expandable"
+    allocated = sum(found[term] for term in TERMS) - runtime if cuda else None
     if cuda:  # the rest of the segments that the blocks are cut from goes where the blocks are
-        reserved = reserved_bytes(allocated)
+        reserved = reserved_bytes(allocated, expandable=expandable)
         found = found | {"workspace": found["workspace"] + reserved - allocated}
+        totals = {name: runtime + reserved_bytes(n - runtime, expandable=expandable) for name, n in totals.items()}
     return Estimate(
         total_bytes=sum(found[term] for term in TERMS),
         terms=found,
@@ -92,6 +104,7 @@ def _assemble(step: Pass, moments: Moments) -> Estimate:
         allocated_bytes=allocated,
         reserved_bytes=reserved if cuda else None,
         host_bytes=_host_bytes(step) if cuda else 0,
+        steps=step.calls[0].steps,
     )
 
 

@@ -2,7 +2,7 @@
 
 from oomguard.candidate import Candidate
 from oomguard.estimate import terms
-from oomguard.estimate.call import Count, where
+from oomguard.estimate.call import Count, maximum, where
 from oomguard.estimate.passes import Pass, between_bytes, border_bytes, entry_bytes, layout_copies
 from oomguard.estimate.place import CUBLAS_HANDLES
 from oomguard.spec import Spec
@@ -23,16 +23,24 @@ def training_moments(step: Pass, kept: Pass) -> Moments:
     standing = _standing(step)
     layers = range(step.first_trained, len(step.calls))
     found: Moments = {"forward": standing | _forward(step, kept)}
+    if step.first_trained:
+        found["forward of the frozen layers"] = standing | _frozen(step)
     found["loss"] = standing | _loss(step, kept)
     found["backward of the head"] = standing | _head(step, kept)
     # between the second and the last layer every figure is linear in the layer: the ends tell the peak
     for layer in sorted({index for index in (layers.start, layers.start + 1, layers.stop - 1) if index in layers}):
-        name = f"layer {layer + 1}" if len(step.calls) > 1 else "the layers" if step.spec.layers > 1 else "the layer"
-        found[f"backward of {name}"] = standing | _backward(step, kept, layer)
+        found[f"backward of {_name(step, layer)}"] = standing | _backward(step, kept, layer)
     if step.spec.vocab is not None and "embedding" not in step.spec.frozen:
         found["backward of the embedding"] = standing | _embedding(step)
     found["optimizer"] = standing | _optimizer(step)
     return found
+
+
+def _name(step: Pass, index: int) -> str:
+    """A call in words."""
+    if len(step.calls) > 1:
+        return f"layer {index + 1}"
+    return "the layers" if step.spec.layers > 1 else "the layer"
 
 
 def evaluation_moments(step: Pass) -> Moments:
@@ -45,7 +53,7 @@ def evaluation_moments(step: Pass) -> Moments:
     for index in sorted({0, len(step.calls) - 1}):
         reads = entry_bytes(step) if index == 0 else step.element_bytes * step.tokens * step.calls[index].inputs
         workspace = _libraries(step) + step.feet[index].inference
-        found[f"forward of layer {index + 1}"] = standing | {
+        found[f"forward of {_name(step, index)}"] = standing | {
             "activations": reads + step.width_bytes,
             "workspace": workspace,
         }
@@ -57,11 +65,9 @@ def evaluation_moments(step: Pass) -> Moments:
 def _standing(step: Pass) -> Terms:
     """What is there at every moment: runtime, weights, optimizer state, the microbatch, the loader's part (CPU)."""
     spec, candidate, place = step.spec, step.candidate, step.place
-    half = step.element_bytes < 4
-    weights = terms.weights_bytes(spec)
     return dict.fromkeys(TERMS, 0) | {
         "runtime": place.runtime_bytes,
-        "weights": weights + (weights // 2 if half else 0),  # autocast's cache of cast weights, until the pass ends
+        "weights": terms.weights_bytes(spec) + _cast_bytes(step),
         "optimizer": 0 if candidate.offload and place.cuda else terms.optimizer_bytes(spec, candidate),
         "workspace": _libraries(step),
         "input": terms.input_bytes(spec, candidate),
@@ -69,8 +75,21 @@ def _standing(step: Pass) -> Terms:
     }
 
 
+def _cast_bytes(step: Pass) -> int:
+    """Autocast's cache of weights cast to half precision, until the pass ends; an embedding is only cast as a head."""
+    if step.candidate.precision == "fp32":
+        return 0
+    parts = terms.parameters(step.spec)
+    if not step.spec.tied:
+        parts.pop("embedding", None)
+    return 2 * sum(terms.elements(shapes) for shapes in parts.values())
+
+
 def _libraries(step: Pass) -> int:
-    return CUBLAS_HANDLES * step.place.cublas_bytes if step.place.cuda else MATH_BUFFER_BYTES
+    if not step.place.cuda:
+        return MATH_BUFFER_BYTES
+    scaler = terms.SCALER_BYTES if step.candidate.precision == "fp16" else 0
+    return CUBLAS_HANDLES * step.place.cublas_bytes + scaler
 
 
 def _held(step: Pass) -> Count:
@@ -82,10 +101,14 @@ def _all_gradients(spec: Spec) -> int:
     return sum(terms.gradients_bytes(spec).values()) + terms.sparse_gradient_bytes(spec)
 
 
+def _heap_bytes(kept: Pass) -> Count:
+    return sum(foot.heap for foot in kept.feet[kept.first_trained :])
+
+
 def _activations(kept: Pass, upto: int) -> Count:
     """What forward has kept up to call `upto`, and all that stays resident in the heap."""
     first = kept.first_trained
-    total = entry_bytes(kept) + border_bytes(kept) + sum(foot.heap for foot in kept.feet[first:])
+    total = entry_bytes(kept) + border_bytes(kept) + _heap_bytes(kept)
     if kept.by_layer:  # one call's graph at a time; whole outputs of all layers, and two gradients of that size
         whole = kept.element_bytes * terms.longest_tokens(kept.spec, kept.candidate.microbatch) * kept.spec.width
         return total + (kept.spec.layers + 2) * whole + kept.feet[upto].kept
@@ -104,6 +127,19 @@ def _forward(step: Pass, kept: Pass) -> Terms:
     gradients = where(_held(step), _all_gradients(step.spec), 0)
     workspace = _libraries(step) + step.feet[-1].forward
     return {"gradients": gradients, "activations": _all_activations(kept), "workspace": workspace}
+
+
+def _frozen(step: Pass) -> Terms:
+    """Forward of the frozen layers below all trained ones: they keep nothing, but in training mode they fill their
+    buffers; each reads one output and makes the next."""
+    of_parts = _all_gradients(step.spec)
+    below = step.feet[: step.first_trained]
+    busiest = maximum(*(maximum(foot.kept + foot.forward, foot.inference) for foot in below))
+    return {
+        "gradients": where(_held(step), of_parts, 0),
+        "activations": border_bytes(step) + entry_bytes(step) + 2 * step.width_bytes,
+        "workspace": _libraries(step) + busiest,
+    }
 
 
 def _predictions(step: Pass) -> Count:
@@ -151,11 +187,11 @@ def _embedding(step: Pass) -> Terms:
     """Backward of the embedding: the gradient of its output, and a gradient as large as itself (or sparse rows)."""
     spec = step.spec
     of_parts = terms.gradients_bytes(spec)
-    rows = step.element_bytes * step.tokens * spec.inputs
+    rows = 4 * step.tokens * spec.inputs  # autocast leaves embeddings in fp32
     again = of_parts["embedding"] * (2 if spec.tied else 1)
     return {
         "gradients": _all_gradients(spec) + where(_held(step), again, again - of_parts["embedding"]),
-        "activations": rows + sum(foot.heap for foot in step.feet),
+        "activations": rows + _heap_bytes(step),
         "workspace": _libraries(step),
     }
 
@@ -165,7 +201,7 @@ def _optimizer(step: Pass) -> Terms:
     spec, candidate = step.spec, step.candidate
     return {
         "gradients": _all_gradients(spec) + terms.sparse_gradient_bytes(spec),  # coalescing copies a sparse one
-        "activations": sum(foot.heap for foot in step.feet),
+        "activations": _heap_bytes(step),
         "workspace": _libraries(step) + terms.update_bytes(spec, candidate) + _visiting(spec, candidate),
         "input": 0,
     }

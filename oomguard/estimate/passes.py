@@ -31,7 +31,7 @@ class Pass:
     @property
     def element_bytes(self) -> int:
         """Of what the layers compute."""
-        return element_bytes(self.candidate)
+        return element_bytes(self.candidate, self.place)
 
     @property
     def width_bytes(self) -> Count:
@@ -52,9 +52,12 @@ class Pass:
         return frozen.index(False) if False in frozen else len(self.calls)
 
 
-def element_bytes(candidate: Candidate) -> int:
-    """4 for fp32, 2 for fp16 and bf16."""
-    return 4 if candidate.precision == "fp32" else 2
+def element_bytes(candidate: Candidate, place: Place) -> int:
+    """4 for fp32, 2 for fp16 and bf16 on CUDA.
+
+    On the CPU half precision is not measured (many CPUs refuse it): it counts like fp32, since casts come on top.
+    """
+    return 4 if candidate.precision == "fp32" or not place.cuda else 2
 
 
 def _in_pieces(candidate: Candidate) -> bool:
@@ -73,7 +76,7 @@ def make_pass(spec: Spec, candidate: Candidate, place: Place, *, steps: Count) -
     """The pass over a piece of so many steps."""
     engine = engine_for(spec, candidate, place)
     tokens = minimum(steps * candidate.microbatch, terms.longest_tokens(spec, candidate.microbatch))
-    calls = _calls(spec, candidate, engine, steps, tokens)
+    calls = _calls(spec, candidate, place, steps, tokens)
     feet = tuple(_footprint(call, spec, candidate, place, engine) for call in calls)
     return Pass(
         spec=spec, candidate=candidate, place=place, engine=engine, calls=calls, feet=feet,
@@ -81,9 +84,10 @@ def make_pass(spec: Spec, candidate: Candidate, place: Place, *, steps: Count) -
     )  # fmt: skip
 
 
-def _calls(spec: Spec, candidate: Candidate, engine: str, steps: Count, tokens: Count) -> tuple[Call, ...]:
+def _calls(spec: Spec, candidate: Candidate, place: Place, steps: Count, tokens: Count) -> tuple[Call, ...]:
     """One call for all layers where cuDNN can; otherwise one for each layer."""
-    together = spec.one_call and engine == "cudnn" and not (spec.bidirectional and _in_pieces(candidate))
+    by_direction = spec.bidirectional and _in_pieces(candidate)
+    together = spec.one_call and not by_direction and engine_for(spec, candidate, place) == "cudnn"
     layers = spec.layers if together else 1
     return tuple(
         Call(
@@ -95,8 +99,8 @@ def _calls(spec: Spec, candidate: Candidate, engine: str, steps: Count, tokens: 
             hidden=spec.hidden,
             projection=spec.projection,
             layers=layers,
-            directions=1 if spec.bidirectional and _in_pieces(candidate) else spec.directions,
-            element_bytes=element_bytes(candidate),
+            directions=1 if by_direction else spec.directions,
+            element_bytes=element_bytes(candidate, place),
             packed=spec.packed,
             input_gradient=i > 0 or (spec.vocab is not None and "embedding" not in spec.frozen),
         )

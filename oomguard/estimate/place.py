@@ -61,7 +61,7 @@ def engine_for(spec: Spec, candidate: Candidate, place: Place) -> str:
     if candidate.engine not in possible:
         what = "packed " * spec.packed + "projected " * bool(spec.projection) + spec.cell
         raise MisuseError(
-            rule=f"On {place.device} a {what} runs on {' or '.join(possible)}",
+            rule=f"On {place.device}, {what} runs on {' or '.join(possible)}",
             got=f"got --engine {candidate.engine}",
             advice="Leave --engine out, or change --device.",
         )

@@ -27,7 +27,7 @@ TORCH_OPTIMIZERS = [name for name in get_args(Optimizer) if name != "adam8bit"]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_the_shapes_are_those_of_the_model_in_its_order(spec: Spec) -> None:
+def test_the_shapes_are_those_of_the_model(spec: Spec) -> None:
     ours = [shape for shapes in terms.parameters(spec).values() for shape in shapes]
     assert sorted(ours) == sorted(tuple(p.shape) for p in build(spec).parameters())
 
