@@ -24,7 +24,7 @@ from rivals import predict
 from oomguard.candidate import make_candidate
 from oomguard.device.cpu import cpu_name
 from oomguard.estimate.breakdown import estimate_step
-from oomguard.spec import make_spec
+from oomguard.presets import make_spec
 from oomguard.units import GIB, MIB
 
 ROWS = Path(__file__).parent / "results" / "cpu_peaks.csv"

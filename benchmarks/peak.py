@@ -18,7 +18,8 @@ from typing import Any
 
 from oomguard.candidate import Candidate, make_candidate
 from oomguard.estimate.malloc import STEADY_ENVIRONMENT
-from oomguard.spec import Spec, make_spec
+from oomguard.presets import make_spec
+from oomguard.spec import Spec
 
 STEPS = 2  # the second step is the first with the optimizer's state in place
 

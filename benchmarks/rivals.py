@@ -15,7 +15,8 @@ from typing import Any
 from peak import random_microbatches
 
 from oomguard.candidate import Candidate, make_candidate
-from oomguard.spec import Spec, make_spec
+from oomguard.presets import make_spec
+from oomguard.spec import Spec
 
 NONE = {"memtracker_bytes": None, "torchinfo_bytes": None}
 

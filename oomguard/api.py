@@ -16,7 +16,8 @@ from oomguard.estimate.batch import estimate_batch
 from oomguard.estimate.breakdown import Estimate, estimate_step
 from oomguard.estimate.margin import margin_bytes
 from oomguard.estimate.place import CPU, Place, on_card
-from oomguard.spec import Spec, make_spec
+from oomguard.presets import make_spec
+from oomguard.spec import Spec
 from oomguard.units import MAX_BYTES
 
 UNKNOWN_SMS = 128

@@ -64,7 +64,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The optimizer's state in 8 bits."""
     allocator: Annotated[Allocator | None, _EXACT] = None
     """`steady` (CPU): fixed glibc thresholds. `expandable` (CUDA): expandable segments. `plain`: as it comes.
-    None takes `steady` on the CPU, where it lowers the peak and makes it repeatable, and `plain` on CUDA."""
+    None takes `steady` on the CPU, where it lowers the peak and makes it repeatable, and `plain` on CUDA. A setting of
+    the other device does nothing."""
     workers: Annotated[int, _EXACT] = 0
     """Processes that load data."""
     prefetch: Annotated[int, _EXACT] = 2

@@ -13,8 +13,8 @@ from typer.core import TyperCommand, TyperGroup
 from oomguard.candidate import Allocator, Candidate, Engine, Precision, Update, make_candidate
 from oomguard.checks import flag, shown
 from oomguard.errors import MisuseError
-from oomguard.presets import PRESETS, load_spec, preset
-from oomguard.spec import Cell, Head, Loss, Nonlinearity, Optimizer, Spec, make_spec
+from oomguard.presets import PRESETS, load_spec, make_spec, preset
+from oomguard.spec import Cell, Head, Loss, Nonlinearity, Optimizer, Spec
 from oomguard.units import parse_bytes
 
 

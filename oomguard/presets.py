@@ -6,7 +6,7 @@ from typing import Any
 
 from oomguard.checks import nearest, shown
 from oomguard.errors import MisuseError
-from oomguard.spec import Spec, make_spec
+from oomguard.spec import Spec
 
 MAX_FILE_BYTES = 1 << 24
 """Largest spec file: a histogram of a million lengths. Without it, naming /dev/zero would fill the memory."""
@@ -51,6 +51,35 @@ def preset(name: str, **changes: Any) -> Spec:
             advice=nearest(name, list(PRESETS)),
         )
     return make_spec(PRESETS[name][1] | changes)
+
+
+def make_spec(fields: dict[str, Any]) -> Spec:
+    """A spec from a mapping, as TOML, JSON or flags give it; unknown keys and wrong types are named.
+
+    >>> make_spec({"cell": "gru", "seq": 100, "lengths": {"50": 3, "100": 1}}).lengths
+    {50: 3, 100: 1}
+    """
+    names = list(Spec.__struct_fields__)
+    for key in fields:
+        if key not in names:
+            raise MisuseError(
+                rule="A spec has only keys that it knows", got=f"got {shown(key)}", advice=nearest(key, names)
+            )
+    if "cell" not in fields:
+        raise MisuseError(
+            rule="A spec needs its cell",
+            got="it has none",
+            advice='Add cell = "lstm" (or "gru", "rnn"), or --model lstm.',
+        )
+    lengths = fields.get("lengths")
+    if isinstance(lengths, dict):  # TOML and JSON have only text as keys
+        fields = fields | {"lengths": {_whole(length): count for length, count in lengths.items()}}
+    return Spec(**fields)
+
+
+def _whole(text: object) -> object:
+    """The number that a text of at most 18 digits is; anything else as it came."""
+    return int(text) if isinstance(text, str) and text.isascii() and text.isdecimal() and len(text) <= 18 else text
 
 
 def load_spec(path: Path, **changes: Any) -> Spec:

@@ -212,11 +212,20 @@ def _check_lengths(spec: Spec) -> None:
         )
 
 
+Rule = tuple[bool, str, str, str]
+"""Whether it is broken, the rule, what was got, what to do."""
+
+
 def _check_together(spec: Spec) -> None:
     """The rules that tie several fields together."""
-    trainable_parts = [*(["embedding"] if spec.vocab else []), *(f"layer{i}" for i in range(spec.layers)), "head"]
-    unknown = [part for part in spec.frozen if part not in trainable_parts]
-    rules: list[tuple[bool, str, str, str]] = [
+    for broken, rule, got, advice in (*_data_rules(spec), *_cell_rules(spec), *_frozen_rules(spec)):
+        if broken:
+            raise MisuseError(rule=rule, got=got, advice=advice)
+
+
+def _data_rules(spec: Spec) -> list[Rule]:
+    """Inputs, outputs and sizes."""
+    return [
         (
             spec.vocab is not None and spec.features is not None,
             "The input is either features or a vocabulary",
@@ -248,6 +257,30 @@ def _check_together(spec: Spec) -> None:
             "Change --optimizer, or leave --sparse-embedding out.",
         ),
         (
+            spec.tied and (spec.vocab is None or spec.outputs != spec.vocab or spec.embedding != spec.width),
+            "--tied needs a vocabulary, as many outputs, and an embedding as wide as the last layer's output",
+            f"got vocab {spec.vocab}, outputs {spec.outputs}, embedding {spec.embedding}, output {spec.width}",
+            "Set --embedding to that width, or leave --tied out.",
+        ),
+        (
+            spec.loss == "cross-entropy" and spec.outputs == 1,
+            "Cross-entropy needs at least two classes",
+            "got --outputs 1",
+            "Raise --outputs, or take --loss mse.",
+        ),
+        (
+            _widest(spec) > MAX_STEP_ELEMENTS,
+            f"The widest tensor of a step must have at most {MAX_STEP_ELEMENTS:,} elements",
+            f"seq x batch x width is {_widest(spec):,}",
+            "Lower --seq, --batch or the widths.",
+        ),
+    ]
+
+
+def _cell_rules(spec: Spec) -> list[Rule]:
+    """What only some cells have."""
+    return [
+        (
             spec.projection is not None and spec.cell != "lstm",
             "--projection is for --model lstm only",
             f"got --model {spec.cell}",
@@ -265,6 +298,14 @@ def _check_together(spec: Spec) -> None:
             f"got --model {spec.cell}",
             "Leave --nonlinearity out, or take --model rnn.",
         ),
+    ]
+
+
+def _frozen_rules(spec: Spec) -> list[Rule]:
+    """What may be frozen."""
+    trainable_parts = [*(["embedding"] if spec.vocab else []), *(f"layer{i}" for i in range(spec.layers)), "head"]
+    unknown = [part for part in spec.frozen if part not in trainable_parts]
+    return [
         (
             bool(unknown),
             f"--frozen must name parts of the model ({trainable_parts[0]} to {trainable_parts[-1]})",
@@ -278,64 +319,14 @@ def _check_together(spec: Spec) -> None:
             "Leave one part out of --frozen.",
         ),
         (
-            spec.tied and (spec.vocab is None or spec.outputs != spec.vocab or spec.embedding != spec.width),
-            "--tied needs a vocabulary, as many outputs, and an embedding as wide as the last layer's output",
-            f"got vocab {spec.vocab}, outputs {spec.outputs}, embedding {spec.embedding}, output {spec.width}",
-            "Set --embedding to that width, or leave --tied out.",
-        ),
-        (
             spec.tied and ("embedding" in spec.frozen) != ("head" in spec.frozen),
             "Tied weights are frozen together",
             f"got --frozen {','.join(spec.frozen)}",
             "Name both embedding and head, or neither.",
         ),
-        (
-            spec.loss == "cross-entropy" and spec.outputs == 1,
-            "Cross-entropy needs at least two classes",
-            "got --outputs 1",
-            "Raise --outputs, or take --loss mse.",
-        ),
-        (
-            _widest(spec) > MAX_STEP_ELEMENTS,
-            f"The widest tensor of a step must have at most {MAX_STEP_ELEMENTS:,} elements",
-            f"seq x batch x width is {_widest(spec):,}",
-            "Lower --seq, --batch or the widths.",
-        ),
     ]
-    for broken, rule, got, advice in rules:
-        if broken:
-            raise MisuseError(rule=rule, got=got, advice=advice)
 
 
 def _widest(spec: Spec) -> int:
     width = max(spec.inputs, spec.layers * spec.directions * spec.hidden, spec.classes)
     return spec.steps * spec.batch * width
-
-
-def make_spec(fields: dict[str, Any]) -> Spec:
-    """A spec from a mapping, as TOML, JSON or flags give it; unknown keys and wrong types are named.
-
-    >>> make_spec({"cell": "gru", "seq": 100, "lengths": {"50": 3, "100": 1}}).lengths
-    {50: 3, 100: 1}
-    """
-    names = list(Spec.__struct_fields__)
-    for key in fields:
-        if key not in names:
-            raise MisuseError(
-                rule="A spec has only keys that it knows", got=f"got {shown(key)}", advice=nearest(key, names)
-            )
-    if "cell" not in fields:
-        raise MisuseError(
-            rule="A spec needs its cell",
-            got="it has none",
-            advice='Add cell = "lstm" (or "gru", "rnn"), or --model lstm.',
-        )
-    lengths = fields.get("lengths")
-    if isinstance(lengths, dict):  # TOML and JSON have only text as keys
-        fields = fields | {"lengths": {_whole(length): count for length, count in lengths.items()}}
-    return Spec(**fields)
-
-
-def _whole(text: object) -> object:
-    """The number that a text of at most 18 digits is; anything else as it came."""
-    return int(text) if isinstance(text, str) and text.isascii() and text.isdecimal() and len(text) <= 18 else text

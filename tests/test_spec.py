@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from strategies import UNPRINTABLE, attempt, garbage, garbage_for, has_three_beats, spec_fields, specs
 
 from oomguard.errors import MisuseError
-from oomguard.presets import MAX_FILE_BYTES, PRESETS, load_spec, preset
-from oomguard.spec import Spec, make_spec
+from oomguard.presets import MAX_FILE_BYTES, PRESETS, load_spec, make_spec, preset
+from oomguard.spec import Spec
 
 FIELDS = Spec.__struct_fields__
 NAN, INF = float("nan"), float("inf")

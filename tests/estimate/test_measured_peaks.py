@@ -11,7 +11,7 @@ import pytest
 from oomguard.candidate import make_candidate
 from oomguard.estimate.breakdown import Estimate, estimate_step
 from oomguard.estimate.place import CPU_RUNTIME_BYTES
-from oomguard.spec import make_spec
+from oomguard.presets import make_spec
 from oomguard.units import GIB, MIB
 
 STORED = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu_peaks.csv"

@@ -65,30 +65,61 @@ def footprint(call: Call, *, allocator: str = "steady") -> Footprint:
     Limits: the heap's part holds for glibc 2.36's memalign; newer ones (2.38 on) reuse holes better.
     """
     kind, both = STEPS[call.cell], call.directions == 2
+    blocks = _blocks(call, allocator)
+    stacked = call.element_bytes * call.tokens * (GATES[call.cell] * call.hidden)
+    output = call.element_bytes * call.tokens * (call.output * call.directions)
+    entry = call.element_bytes * call.tokens * call.inputs if call.input_gradient else 0
+    loose = where(blocks.state_small, _loose_bytes(call, blocks), 0)
+    in_the_heap = call.steps * (blocks.gate + loose) + entry
+    with_pages = maximum(call.steps * (blocks.gate + loose - blocks.gate * kind.gates), entry)
+    work = stacked + where(blocks.gate_small, in_the_heap, with_pages)
+    alone = blocks.state * (2 if call.cell == "gru" else 1)
+    return Footprint(
+        kept=call.steps * call.directions * _mapped_bytes(kind, blocks),
+        keeps_output=False,
+        heap=call.steps * call.directions * _heap_bytes(kind, blocks),
+        forward=maximum(stacked, output) if both else stacked,
+        backward=maximum(work - (0 if both else output), 0),
+        weight_gradients=_weight_gradients(call),
+        inference=stacked + call.steps * call.directions * (OBJECT_BYTES + alone),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The two sizes of block that a step asks for, and where the C allocator puts them."""
+
+    allocator: str
+    state: Count
+    gate: Count
+    state_small: Count
+    gate_small: Count
+
+
+def _blocks(call: Call, allocator: str) -> Blocks:
     state = call.element_bytes * call.rows * call.hidden
     if call.packed:  # what runs on average
         state = call.element_bytes * call.hidden * call.tokens // call.steps
     gate = state * GATES[call.cell]
-    small, gate_small = in_heap(state, allocator), in_heap(gate, allocator)
-    stacked = call.element_bytes * call.tokens * (GATES[call.cell] * call.hidden)
-    output = call.element_bytes * call.tokens * (call.output * call.directions)
-    entry = call.element_bytes * call.tokens * call.inputs if call.input_gradient else 0
-    loose = where(small, _loose_bytes(call, state, gate_small, allocator), 0)
-    in_the_heap = call.steps * (gate + loose) + entry
-    with_pages = maximum(call.steps * (gate + loose - gate * kind.gates), entry)
-    held = _mapped(state, small, kind.states) + _mapped(gate, gate_small, kind.gates)
-    return Footprint(
-        kept=call.steps * call.directions * held,
-        keeps_output=False,
-        heap=call.steps * call.directions * _heap_bytes(kind, state, small, gate, gate_small, allocator),
-        forward=maximum(stacked, output) if both else stacked,
-        backward=maximum(stacked + where(gate_small, in_the_heap, with_pages) - (0 if both else output), 0),
-        weight_gradients=_weight_gradients(call),
-        inference=stacked + call.steps * call.directions * (OBJECT_BYTES + state * (2 if call.cell == "gru" else 1)),
-    )
+    return Blocks(allocator, state, gate, in_heap(state, allocator), in_heap(gate, allocator))
 
 
-def _loose_bytes(call: Call, state: Count, gate_small: Count, allocator: str) -> Count:
+def _mapped_bytes(kind: Steps, blocks: Blocks) -> Count:
+    """Of one step: blocks with pages of their own."""
+    states = where(blocks.state_small, 0, mapped_bytes(blocks.state) * kind.states)
+    return states + where(blocks.gate_small, 0, mapped_bytes(blocks.gate) * kind.gates)
+
+
+def _heap_bytes(kind: Steps, blocks: Blocks) -> Count:
+    """Of one step: small blocks and nodes. On CUDA the blocks are the card's and the nodes the host's: nothing here."""
+    if blocks.allocator == "cuda":
+        return 0
+    filled = maximum(kind.node_bytes, where(blocks.state_small, blocks.state * kind.holes, 0))
+    states = where(blocks.state_small, blocks.state * kind.states, 0)
+    return filled + states + where(blocks.gate_small, blocks.gate * kind.gates, 0)
+
+
+def _loose_bytes(call: Call, blocks: Blocks) -> Count:
     """What backward raises the heap by at each step, fitted: tenths of a state block.
 
     A vanilla RNN with small states pins the heap above the far larger gradients of its recurrent weights (16 to 64
@@ -96,24 +127,12 @@ def _loose_bytes(call: Call, state: Count, gate_small: Count, allocator: str) ->
     """
     kind = STEPS[call.cell]
     weights = 4 * GATES[call.cell] * call.hidden * call.output
-    if not in_heap(weights, allocator):
-        return state * where(gate_small, kind.loose_tenths, kind.loose_tenths_mapped) // 10
-    loose = state * kind.loose_tenths_weights // 10
+    if not in_heap(weights, blocks.allocator):
+        return blocks.state * where(blocks.gate_small, kind.loose_tenths, kind.loose_tenths_mapped) // 10
+    loose = blocks.state * kind.loose_tenths_weights // 10
     if call.cell != "rnn" or weights < 16_384:
         return loose
-    return where(state * 8 <= weights, weights * 18 // 100, loose)
-
-
-def _mapped(block: Count, small: Count, blocks: int) -> Count:
-    return where(small, 0, mapped_bytes(block) * blocks)
-
-
-def _heap_bytes(kind: Steps, state: Count, small: Count, gate: Count, gate_small: Count, allocator: str) -> Count:
-    """Of one step. On CUDA the blocks are the card's and the nodes the host's: nothing here."""
-    if allocator == "cuda":
-        return 0
-    filled = maximum(kind.node_bytes, where(small, state * kind.holes, 0))
-    return filled + where(small, state * kind.states, 0) + where(gate_small, gate * kind.gates, 0)
+    return where(blocks.state * 8 <= weights, weights * 18 // 100, loose)
 
 
 def _weight_gradients(call: Call) -> Count:
