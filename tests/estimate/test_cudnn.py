@@ -21,6 +21,7 @@ STEPS = pd.read_csv(FACTS / "torch191_steps.csv")
 PUBLISHED = pd.read_csv(FACTS / "cudnn_published.csv")
 PEAKS = PUBLISHED[PUBLISHED.kind == "peak_allocated"]
 RESERVES = PUBLISHED[PUBLISHED.kind == "reserve"]
+WORKSPACES = PUBLISHED[PUBLISHED.kind == "workspace"]
 CUBLAS_BYTES = 8_519_680
 V100 = Platform(capability=(7, 0), multiprocessors=80, cudnn=7605)
 A100 = Platform(capability=(8, 0), multiprocessors=108)
@@ -102,6 +103,14 @@ def test_workspace_of_unaligned_rows_is_at_most_128_bytes_above() -> None:
 def test_median_overestimate_of_the_workspace_is_below_a_thousandth() -> None:
     table = answers()
     assert (table.workspace / table.workspace_bytes - 1).median() < 1e-3
+
+
+@pytest.mark.parametrize("rows", [1, 8, 25, 125])  # the thread tells T x B = 25,000, not which
+@pytest.mark.parametrize("row", list(WORKSPACES.itertuples()), ids=lambda row: row.cell)
+def test_published_workspaces_of_an_older_cudnn_are_not_underestimated(row: Any, rows: int) -> None:
+    shape = {"cell": row.cell, "inputs": row.input, "hidden": row.hidden, "layers": row.layers}
+    call = Call(**shape, steps=25_000 // rows, rows=rows, tokens=25_000)
+    assert cudnn.workspace_bytes(call, Algorithm.STANDARD, 7605) >= row.bytes
 
 
 @pytest.mark.parametrize(
