@@ -108,7 +108,9 @@ def _heap_bytes(kept: Pass) -> Count:
 def _activations(kept: Pass, upto: int) -> Count:
     """What forward has kept up to call `upto`, and all that stays resident in the heap."""
     first = kept.first_trained
-    total = entry_bytes(kept) + border_bytes(kept) + _heap_bytes(kept)
+    # what the first trained part reads: the entry, or the output of the last frozen layer
+    reads = kept.width_bytes if first else entry_bytes(kept)
+    total = reads + border_bytes(kept) + _heap_bytes(kept)
     if kept.by_layer:  # one call's graph at a time; whole outputs of all layers, and two gradients of that size
         whole = kept.element_bytes * terms.longest_tokens(kept.spec, kept.candidate.microbatch) * kept.spec.width
         return total + (kept.spec.layers + 2) * whole + kept.feet[upto].kept
