@@ -79,13 +79,17 @@ def _segmented(model: Recurrent, inputs: Tensor, targets: Tensor, length: int, s
         before = _leaves(borders.pop())
         torch.set_rng_state(rng_states.pop())
         loss, ends = _ends(model, piece, piece_targets, before)
+        if not after_grads:
+            rng_end = torch.get_rng_state()  # what a plain pass would leave, so that the next one drops out anew
         seeds = [(end, grad) for end, grad in zip(ends, after_grads) if end.requires_grad and grad is not None]  # noqa: B905
         if loss is not None:
             seeds.append((loss * scale, torch.ones_like(loss)))
             total += loss.detach()
-        torch.autograd.backward([end for end, _ in seeds], [grad for _, grad in seeds])
+        if seeds:  # with every layer frozen and one loss at the end, earlier segments have none
+            torch.autograd.backward([end for end, _ in seeds], [grad for _, grad in seeds])
         after_grads = [part.grad for part in _flat(before)]
         del loss, ends, seeds  # the graph of this segment goes before the next one comes
+    torch.set_rng_state(rng_end)
     return total
 
 

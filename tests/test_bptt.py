@@ -22,6 +22,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tokens": {"vocab": 11, "features": None},
     "tied": {"vocab": 11, "features": None, "tied": True},
     "frozen": {"frozen": ("layer0",)},
+    "head alone": {"frozen": ("layer0", "layer1")},
+    "head alone at the end": {"frozen": ("layer0", "layer1"), "head": "last-step"},
 }
 
 
@@ -57,6 +59,15 @@ def test_segments_give_the_gradient_of_the_plain_pass(cell: str, variant: str, s
     loss, segmented = gradients(*example_, segments=segments)
     assert furthest(segmented, plain) < 1e-10
     assert float(loss) == pytest.approx(float(plain_loss), rel=1e-12)
+
+
+def test_segments_leave_the_random_numbers_where_a_plain_pass_leaves_them() -> None:
+    """Otherwise the next microbatch would drop out what this one has already dropped out."""
+    example_ = example("gru", "dropout")
+    gradients(*example_)
+    plain = torch.get_rng_state()
+    gradients(*example_, segments=5)
+    assert torch.equal(torch.get_rng_state(), plain)
 
 
 def test_a_window_as_long_as_the_sequence_cuts_nothing() -> None:
