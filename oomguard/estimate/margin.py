@@ -5,7 +5,7 @@ from oomguard.estimate.call import Count
 from oomguard.estimate.place import Place
 
 MARGIN_PERCENT = {"steady": 10, "plain": 80, "cuda": 15}
-"""Of the growth over the runtime, by what errs: the C heap with fixed thresholds or with moving ones (20 of the
+"""Of the growth over the runtime, by what errs: the C heap with fixed thresholds or with moving ones (24 of the
 benchmark's rows, run again without the setting, peaked at up to 1.78 of the estimate), cuDNN's workspace (assumed)."""
 
 
