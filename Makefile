@@ -25,7 +25,7 @@ format: .venv/dev.stamp
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-# Measures new rows for about ten minutes, then compares.
+# Measures 20 new rows, up to a minute and a half each, then compares.
 bench: .venv/dev.stamp
 	$(PY) benchmarks/estimate_starts_fast.py
 	$(PY) benchmarks/a_million_take_a_second.py

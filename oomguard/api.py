@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from oomguard.candidate import KNOBS, Candidate, Candidates, check_candidate, make_candidate, serve
@@ -15,10 +16,10 @@ from oomguard.estimate import gpus
 from oomguard.estimate.batch import estimate_batch
 from oomguard.estimate.breakdown import Estimate, estimate_step
 from oomguard.estimate.margin import margin_bytes
-from oomguard.estimate.place import CPU, Place, on_card
+from oomguard.estimate.place import CPU, Place, on_card, resident_within
 from oomguard.presets import make_spec
 from oomguard.spec import Spec
-from oomguard.units import MAX_BYTES
+from oomguard.units import MAX_BYTES, format_bytes
 
 UNKNOWN_SMS = 128
 """Multiprocessors of a card here that gpus.py does not know, from above: only from 98 on cuDNN takes its larger
@@ -76,7 +77,7 @@ def find_budget(device: str) -> Budget:
     if index is not None:
         return cuda.budget(index)
     if device == "cpu":
-        return cpu.budget()
+        return _resident_too(cpu.budget())
     card = gpus.card(device)
     memory = Limit(
         name="card memory",
@@ -87,6 +88,22 @@ def find_budget(device: str) -> Budget:
         source=f"an empty {card.name}: {card.source}",
     )
     return Budget(device=card.name, limits=(memory,))
+
+
+def _resident_too(budget: Budget) -> Budget:
+    """A limit of committed bytes (an rlimit) as one of resident bytes too, in which estimates count."""
+    committed = budget.least("committed")
+    if committed is None:
+        return budget
+    same = Limit(
+        name=f"{committed.name}, resident",
+        limit_bytes=resident_within(committed.reach_bytes),
+        used_bytes=0,
+        held_bytes=0,
+        unit="resident",
+        source=f"{committed.source}: {format_bytes(committed.reach_bytes)} committed, up to 2.8 for each resident byte",
+    )
+    return msgspec.structs.replace(budget, limits=(*budget.limits, same))
 
 
 def _spec(spec: Spec | None, fields: dict[str, Any]) -> Spec:

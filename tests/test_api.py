@@ -1,5 +1,7 @@
 """The verbs as functions: `oomguard.estimate` on one candidate and on many."""
 
+import subprocess
+import sys
 from typing import Any, get_args
 
 import numpy as np
@@ -14,7 +16,7 @@ from oomguard.api import find_budget, find_place
 from oomguard.candidate import Allocator, Candidate, Candidates, Precision, Update, make_candidate
 from oomguard.estimate import gpus
 from oomguard.estimate.breakdown import Estimate
-from oomguard.estimate.place import on_card
+from oomguard.estimate.place import on_card, resident_within
 from oomguard.spec import Spec
 from oomguard.units import GIB
 
@@ -191,6 +193,19 @@ def test_the_budget_of_a_named_card_is_what_cuda_shows_of_it() -> None:
 
 def test_the_budget_of_the_cpu_is_what_the_machine_leaves() -> None:
     assert find_budget("cpu").limits[0].name == "free RAM"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts and enforces RLIMIT_DATA")
+def test_what_an_rlimit_would_not_let_run_does_not_fit() -> None:
+    code = f"""
+import resource
+resource.setrlimit(resource.RLIMIT_DATA, ({3 * GIB}, {3 * GIB}))
+import oomguard
+found = oomguard.estimate(cell="lstm", seq=10_000)
+print(found.fits, found.budget_bytes)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", str(resident_within(3 * GIB))]
 
 
 def test_a_card_that_is_here_is_known_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

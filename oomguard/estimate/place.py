@@ -12,6 +12,9 @@ from oomguard.units import MIB
 CPU_RUNTIME_BYTES = 318 * MIB
 """Resident bytes of a process that has imported torch and run a tiny step: interpreter, libraries, oneDNN's kernels.
 Just above all rows of benchmarks/results/cpu_peaks.csv, which start from 305 to 317 MiB (torch 2.13.0, CPU build)."""
+COMMITTED_TENTHS = 28
+"""Tenths of a committed byte for each resident one of growth, at most: oneDNN asks for 17.2 outputs a layer and touches
+6.1 of them until that layer's backward (measured: 1.36 for one LSTM layer, 1.85 for three, 2.10 for six)."""
 CUBLAS_HANDLES = 2
 """cuBLAS workspaces alive: the backward pass runs in a thread with a handle of its own (CublasHandlePool.cpp)."""
 
@@ -30,6 +33,18 @@ class Place:
     """One cuBLAS workspace."""
     platform: Platform | None = None
     """What decides on cuDNN's algorithm."""
+
+
+def resident_within(committed_bytes: int) -> int:
+    """Resident bytes that a training process on the CPU surely reaches within so many committed ones (an rlimit).
+
+    The runtime commits about what it has resident (295 of 315 MiB, one thread); growth commits up to 2.8 times.
+
+    >>> resident_within(CPU_RUNTIME_BYTES + 280) - CPU_RUNTIME_BYTES
+    100
+    """
+    growth_bytes = max(0, committed_bytes - CPU_RUNTIME_BYTES) * 10 // COMMITTED_TENTHS
+    return min(committed_bytes, CPU_RUNTIME_BYTES) + growth_bytes
 
 
 CPU = Place(device="cpu", cuda=False, runtime_bytes=CPU_RUNTIME_BYTES)
