@@ -51,37 +51,37 @@ def microbatch_rows(batch: int, microbatch: int) -> list[int]:
     return [rest] * (rest > 0) + [microbatch] * full
 
 
-def random_microbatches(spec: Spec, candidate: Candidate) -> Iterator[tuple[Any, Any]]:
+def random_microbatches(spec: Spec, candidate: Candidate) -> Iterator[Any]:
     """The batch in microbatches of random values, each made when its turn comes and held by nobody here."""
     for rows in microbatch_rows(spec.batch, candidate.microbatch):
         yield random_microbatch(spec, rows)
 
 
-def random_microbatch(spec: Spec, rows: int) -> tuple[Any, Any]:
+def random_microbatch(spec: Spec, rows: int) -> Any:
     """Inputs and targets of so many sequences."""
     import torch
+
+    from oomguard.bptt import Microbatch
 
     shape = (rows, spec.steps) if spec.batch_first else (spec.steps, rows)
     inputs = torch.randn(*shape, spec.inputs) if spec.vocab is None else torch.randint(spec.vocab, shape)
     wanted = shape if spec.head == "per-step" else (rows,)
     if spec.loss == "cross-entropy":
-        return inputs, torch.randint(spec.classes, wanted)
-    return inputs, torch.randn(*wanted, spec.classes)
+        return Microbatch(inputs, torch.randint(spec.classes, wanted))
+    return Microbatch(inputs, torch.randn(*wanted, spec.classes))
 
 
 def run(spec: Spec, candidate: Candidate, steps: int) -> None:
     """A few optimizer steps on random data."""
     import torch
 
-    from oomguard.model import build
-    from oomguard.step import make_optimizer, step
+    from oomguard.step import prepare, step
 
     torch._C._set_mkldnn_enabled(candidate.engine != "native")
-    model = build(spec)
-    optimizer = make_optimizer(model, candidate)
+    training = prepare(spec, candidate)
     targets = spec.batch * (spec.steps if spec.head == "per-step" else 1)
     for _ in range(steps):
-        step(model, optimizer, random_microbatches(spec, candidate), candidate, targets)
+        step(training, random_microbatches(spec, candidate), targets)
 
 
 def status_bytes(field: str) -> int:

@@ -39,21 +39,19 @@ def memtracker_bytes(spec: Spec, candidate: Candidate) -> int:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    from oomguard.model import build
-    from oomguard.step import make_optimizer, step
+    from oomguard.step import prepare, step
 
     with FakeTensorMode():
-        model = build(spec)
-        optimizer = make_optimizer(model, candidate)
-        for parameter in model.parameters():
+        training = prepare(spec, candidate)
+        for parameter in training.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        training.optimizer.step()
+        training.optimizer.zero_grad(set_to_none=True)
         tracker = MemTracker()
-        tracker.track_external(model, optimizer)
+        tracker.track_external(training.model, training.optimizer)
         microbatch = list(random_microbatches(spec, candidate))[-1]  # it cannot follow more than one, nor segments
         with tracker:
-            step(model, optimizer, [microbatch], candidate, 1)
+            step(training, [microbatch], 1)
         peaks = tracker.get_tracker_snapshot("peak")
     return int(peaks[torch.device("cpu")]["Total"])
 
@@ -73,7 +71,7 @@ def torchinfo_bytes(spec: Spec, candidate: Candidate) -> int:
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             return self.model(inputs, None)[0]
 
-    inputs, _ = list(random_microbatches(spec, candidate))[-1]  # the last is a full one
+    inputs = list(random_microbatches(spec, candidate))[-1].inputs  # the last is a full one
     summary = torchinfo.summary(Stateless(), input_data=[inputs], verbose=0)
     return int(summary.total_input + summary.total_output_bytes + summary.total_param_bytes)
 

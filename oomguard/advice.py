@@ -127,7 +127,7 @@ def advise(spec: Spec, estimate: Estimate, place: Place) -> list[str]:
             rule="Advice is about one candidate", got="got an array of them", advice="Estimate one of them, [i], again."
         )
     case = Case(spec=spec, found=estimate, candidate=estimate.candidate, place=place)
-    topics = [_too_long, _both_directions, _cliff, _wider, _copies, _heap, _padding, _updates]
+    topics = [_too_long, _cliff, _wider, _copies, _heap, _padding, _updates]
     if case.tight:
         topics += [_pieces, _engine, _precision, _optimizer]
     lines = [line for topic in topics for line in topic(case) if case.matters(line)]
@@ -142,14 +142,8 @@ def _too_long(case: Case) -> Iterator[Line]:
     if steps > case.longest:
         text = f"cuDNN takes at most {case.longest:,} steps at a time, not {steps:,}: this would fail. "
         fewest = -(-case.spec.steps // case.longest)
-        text += f"--segments {fewest} or more cures it." if not case.spec.bidirectional else "Shorten the sequences."
-        yield Line(text=text, need=case.need, cost=Cost.MUST, sure=True)
-
-
-def _both_directions(case: Case) -> Iterator[Line]:
-    """What can be estimated but not run: segments of a bidirectional model."""
-    if case.training and case.spec.bidirectional and (case.candidate.segments > 1 or case.candidate.window is not None):
-        text = "Segments and windows of a bidirectional model can be estimated, but not run yet."
+        curable = case.training or not case.spec.bidirectional
+        text += f"--segments {fewest} or more cures it." if curable else "Shorten the sequences."
         yield Line(text=text, need=case.need, cost=Cost.MUST, sure=True)
 
 
@@ -278,7 +272,7 @@ def _segments(case: Case) -> Iterator[Line]:
 def _segment_counts(case: Case) -> list[int]:
     """More segments than now, up to one for each step, each number about a fifth more than the one before."""
     steps = case.spec.steps
-    if not case.training or case.candidate.window is not None or case.spec.bidirectional:  # bptt.py runs one direction
+    if not case.training or case.candidate.window is not None:
         return []
     counts = {min(steps, round(2 ** (power / 4))) for power in range(math.ceil(4 * math.log2(steps)) + 1)}
     return sorted(one for one in counts if one > case.candidate.segments and -(-steps // one) <= case.longest)

@@ -1,6 +1,5 @@
 """The whole tool on one screen: every verb as a function."""
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +8,7 @@ import numpy as np
 
 from oomguard.candidate import KNOBS, Candidate, Candidates, check_candidate, make_candidate, serve
 from oomguard.checks import check_whole, nearest, shown
-from oomguard.device import cpu, cuda
+from oomguard.device import card_index, limits, nvml
 from oomguard.device.budget import Budget, Limit
 from oomguard.errors import MisuseError
 from oomguard.estimate import gpus
@@ -20,10 +19,6 @@ from oomguard.estimate.place import CPU, Place, on_card, resident_within
 from oomguard.presets import make_spec
 from oomguard.spec import Spec
 from oomguard.units import MAX_BYTES, format_bytes
-
-UNKNOWN_SMS = 128
-"""Multiprocessors of a card here that gpus.py does not know, from above: only from 98 on cuDNN takes its larger
-workspace for fp16 (`cudnn._persistent`), and NVML does not tell."""
 
 
 def estimate(
@@ -65,19 +60,19 @@ def find_place(device: str) -> Place:
     >>> find_place("cpu").cuda, find_place("A100 80GB").device
     (False, 'a100-80gb')
     """
-    index = _cuda_index(device)
+    index = card_index(device)
     if index is not None:
-        return on_card(_card_here(index), device)
+        return on_card(nvml.present(index).known, device)
     return CPU if device == "cpu" else on_card(gpus.card(device))
 
 
 def find_budget(device: str) -> Budget:
     """What this process may use there, and who says so; of a card that is not here, all that CUDA would show."""
-    index = _cuda_index(device)
+    index = card_index(device)
     if index is not None:
-        return cuda.budget(index)
+        return nvml.present(index).budget(f"cuda:{index}")
     if device == "cpu":
-        return _resident_too(cpu.budget())
+        return _resident_too(limits.budget())
     card = gpus.card(device)
     memory = Limit(
         name="card memory",
@@ -140,36 +135,3 @@ def _candidate(spec: Spec, candidate: Candidate | Candidates | None, knobs: dict
         return serve(spec, candidate)
     check_candidate(spec, candidate)
     return candidate
-
-
-def _cuda_index(device: str) -> int | None:
-    """The number of a card that is here; None if the name means something else."""
-    if device != "cuda" and not str(device).startswith("cuda:"):
-        return None
-    number = re.fullmatch(r"cuda(?::(\d{1,3}))?", device)
-    if number is None:
-        raise MisuseError(
-            rule="--device cuda takes the card's number",
-            got=f"got {shown(device)}",
-            advice="Write it as cuda or cuda:1.",
-        )
-    return int(number[1] or 0)
-
-
-def _card_here(index: int) -> gpus.Card:
-    here = cuda.present(index)
-    try:
-        return gpus.card(here.name)
-    except MisuseError:  # too new, too rare, or a part of a card
-        return gpus.Card(
-            name=here.name,
-            memory_bytes=here.total_bytes or MAX_BYTES,
-            compute_capability=here.compute_capability,
-            sms=UNKNOWN_SMS,
-            sms_seen=False,
-            inline_ecc=False,
-            shared_memory=here.total_bytes is None,
-            seen_bytes=None,
-            seen_lately=False,
-            source="NVML",
-        )

@@ -15,6 +15,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 Engine = Literal["cudnn", "onednn", "native"]
 Update = Literal["foreach", "fused", "loop"]
 Allocator = Literal["plain", "steady", "expandable"]
+Keep = Literal["device", "host"]
 
 
 class Knob(Enum):
@@ -50,6 +51,11 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Pieces in which the sequence is gone through; 1 is the plain pass."""
     recompute: Annotated[bool, _EXACT] = True
     """Segments keep border states only and are recomputed; False keeps everything and saves only workspace."""
+    levels: Annotated[int, _EXACT] = 1
+    """Levels of segments: with 2, only every so many borders are kept, and those between are made anew when their turn
+    comes. For sequences so long that even one state per segment is too much; each level costs another forward pass."""
+    keep: Annotated[Keep, _EXACT] = "device"
+    """Where a microbatch and the states at the borders of its segments stay until their piece is gone through."""
     window: Annotated[int | None, _LOSSY] = None
     """Steps after which the gradient is cut (truncated backpropagation)."""
     engine: Annotated[Engine | None, _EXACT] = None
@@ -105,6 +111,7 @@ _BOUNDS = (
     ("microbatch", 1, 1 << 20),
     ("accumulation", 1, 1 << 20),
     ("segments", 1, 10**9),
+    ("levels", 1, 3),
     ("window", 1, 10**9),
     ("threads", 1, 4096),
     ("workers", 0, 128),
@@ -115,6 +122,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "engine": get_args(Engine),
     "update": get_args(Update),
     "allocator": get_args(Allocator),
+    "keep": get_args(Keep),
 }
 _SWITCHES = ("recompute", "offload", "state_8bit")
 _OPTIONAL = ("window", "engine", "threads", "allocator")
@@ -157,6 +165,19 @@ def check_candidate(spec: Spec, candidate: Candidate) -> None:
         )
     for name in ("segments", "window"):
         check_whole(name, getattr(candidate, name), 1, spec.steps)
+    _check_directions(
+        spec, window=candidate.window is not None, kept=candidate.segments > 1 and not candidate.recompute
+    )
+
+
+def _check_directions(spec: Spec, *, window: bool, kept: bool) -> None:
+    """Of two directions, the second reads from the end: there is no gradient to cut, and no order for all layers."""
+    if spec.bidirectional and (window or kept):
+        raise MisuseError(
+            rule="The segments of a bidirectional model are recomputed, and it has no windows",
+            got=f"got {'--window' if window else '--no-recompute'} with --bidirectional",
+            advice="Give --segments alone, or train one direction.",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -175,6 +196,8 @@ class Candidates:
     precision: Any = "fp32"
     segments: Any = 1
     recompute: Any = True
+    levels: Any = 1
+    keep: Any = "device"
     window: Any = None
     engine: Any = None
     threads: Any = None
@@ -292,4 +315,6 @@ def serve(spec: Spec, candidates: Candidates) -> Candidates:
         values = np.atleast_1d(getattr(candidates, name))
         given = values[~is_none(values)]
         check_whole(name, int(given.max()) if given.size else None, 1, spec.steps)
+    kept = np.greater(candidates.segments, 1) & ~np.asarray(candidates.recompute, dtype=bool)
+    _check_directions(spec, window=not is_none(candidates.window).all(), kept=bool(kept.any()))
     return candidates

@@ -102,7 +102,7 @@ def _estimate(*, device: str = "cpu", budget: str | None = None, json: bool = Fa
 @app.command("devices", cls=Command, help="Show what memory this process may use here, and who says so.")
 @with_flags(Output=[CARDS, JSON])
 def _devices(*, cards: bool = False, json: bool = False, **_: Any) -> Answer:
-    from oomguard.device import cpu, cuda
+    from oomguard.device.survey import survey
     from oomguard.estimate import gpus
     from oomguard.report import card_json, devices_json, show_cards, show_devices
 
@@ -111,14 +111,10 @@ def _devices(*, cards: bool = False, json: bool = False, **_: Any) -> Answer:
         if json:
             return Answer(_json({"cards": [card_json(card) for card in known]}))
         return Answer(_screen(lambda console: show_cards(known, console)))
-    budgets = [(cpu.cpu_name(), cpu.budget())]
-    try:
-        budgets += [(cuda.card_name(index), cuda.budget(index)) for index in range(cuda.count())]
-    except MisuseError as error:  # the CPU's are still worth showing
-        _say(str(error))
+    found = survey()
     if json:
-        return Answer(_json(devices_json(budgets)))
-    return Answer(_screen(lambda console: show_devices(budgets, console)))
+        return Answer(_json(devices_json(found)))
+    return Answer(_screen(lambda console: show_devices(found, console)))
 
 
 def main() -> None:

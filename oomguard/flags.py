@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple, get_args
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from oomguard.candidate import Allocator, Candidate, Engine, Precision, Update, make_candidate
+from oomguard.candidate import Allocator, Candidate, Engine, Keep, Precision, Update, make_candidate
 from oomguard.checks import flag, shown
 from oomguard.errors import MisuseError
 from oomguard.presets import PRESETS, load_spec, make_spec, preset
@@ -63,6 +63,8 @@ CANDIDATE = [
     Flag("precision", "NAME", "What the layers compute in.", get_args(Precision)),
     Flag("segments", "N", "Pieces to go through the sequence in; exact (1)."),
     Flag("no-recompute", "", "Segments keep all they computed."),
+    Flag("levels", "N", "Of segments: 2 keeps fewer border states (1)."),
+    Flag("keep", "NAME", "Where a microbatch and border states stay.", get_args(Keep)),
     Flag("window", "N", "Cut the gradient every N steps; lossy."),
     Flag("engine", "NAME", "The kernel (PyTorch's choice).", get_args(Engine)),
     Flag("threads", "N", "CPU threads."),

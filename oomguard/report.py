@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from oomguard.candidate import Candidate
-from oomguard.device.budget import Budget
+from oomguard.device.present import Present
+from oomguard.device.survey import Seen, Survey
 from oomguard.estimate.breakdown import Estimate
 from oomguard.estimate.gpus import Card
 from oomguard.spec import Spec
@@ -152,21 +153,21 @@ def _bar(columns: float) -> str:
     return "█" * (halves // 2) + "▌" * (halves % 2)
 
 
-def devices_json(budgets: Iterable[tuple[str, Budget]]) -> dict[str, Any]:
-    """All devices as one JSON object: names, what may be used, and every limit."""
-    return {
-        "devices": [
-            {
-                "device": budget.device,
-                "name": name,
-                "limit_bytes": budget.limit_bytes,
-                "left_bytes": budget.left_bytes,
-                "committed_bytes": budget.committed_bytes,
-                "limits": [msgspec.structs.asdict(limit) for limit in budget.limits],
-            }
-            for name, budget in budgets
-        ]
-    }
+def devices_json(found: Survey) -> dict[str, Any]:
+    """All devices as one JSON object: names, what may be used, every limit, and what there is to say of a card."""
+    return {"devices": [_device_json(one) for one in found.devices], "note": found.note}
+
+
+def _device_json(one: Seen) -> dict[str, Any]:
+    figures = {name: getattr(one.budget, name) for name in ("limit_bytes", "left_bytes", "committed_bytes")}
+    document = {"device": one.budget.device, "name": one.name, **figures}
+    document["limits"] = [msgspec.structs.asdict(limit) for limit in one.budget.limits]
+    document["precisions"] = list(one.precisions)
+    if one.card is not None:
+        names = ("uuid", "compute_capability", "total_bytes", "free_bytes")
+        document |= {name: getattr(one.card, name) for name in names}
+        document["others"] = [msgspec.structs.asdict(holder) for holder in one.card.others]
+    return document
 
 
 def card_json(card: Card) -> dict[str, Any]:
@@ -175,22 +176,36 @@ def card_json(card: Card) -> dict[str, Any]:
     return {name: getattr(card, name) for name in names}
 
 
-def show_devices(budgets: list[tuple[str, Budget]], console: "Console") -> None:
+def show_devices(found: Survey, console: "Console") -> None:
     """Print what this process may use, device by device, and who says so."""
     say = _printer(console)
-    for place, (name, budget) in enumerate(budgets):
+    for place, one in enumerate(found.devices):
+        budget = one.budget
         if place:
             say("")
-        say(f"{budget.device}  {name}", "bold")
+        say(f"{budget.device}  {one.name}", "bold")
         say(f"may use {format_bytes(budget.limit_bytes)}, by {budget.binding.name}", "green", indent="  ")
         if budget.committed_bytes is not None:
             say(f"may ask for {format_bytes(budget.committed_bytes)}, used or not", "green", indent="  ")
         for limit in budget.limits:
             say(_row(limit.name, limit.reach_bytes) + f"  of {format_bytes(limit.limit_bytes)}", indent="  ")
             say(limit.source, "dim", indent="    ")
-    if all(budget.device == "cpu" for _, budget in budgets):
+        if one.card is not None:
+            say(_card_words(one.card), indent="  ", hanging="    ")
+        say(f"computes in {', '.join(one.precisions)}", indent="  ")
+    if found.note is not None:
         say("")
-        say("No CUDA card here. --device takes the name of one to plan for: oomguard devices --cards")
+        say(found.note)
+    if all(one.card is None for one in found.devices):
+        say("oomguard devices --cards lists the cards that --device takes by name.")
+
+
+def _card_words(card: Present) -> str:
+    """What a card can and has. (Who else holds memory of it is said with its limit.)"""
+    words = [f"compute capability {'.'.join(map(str, card.compute_capability))}"]
+    if card.total_bytes is not None and card.free_bytes is not None:
+        words += [f"{format_bytes(card.total_bytes)} in all", f"{format_bytes(card.free_bytes)} free"]
+    return ", ".join(words)
 
 
 def show_cards(cards: Iterable[Card], console: "Console") -> None:

@@ -138,6 +138,11 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.directions * (self.projection or self.hidden)
 
     @property
+    def packs(self) -> bool:
+        """Whether kernels read packed sequences: if asked, and wherever the second direction would read padding."""
+        return self.packed or (self.bidirectional and self.lengths is not None)
+
+    @property
     def one_call(self) -> bool:
         """Whether the layers run as one call of the kernel, which cuDNN runs fastest.
 

@@ -1,72 +1,176 @@
 """One optimizer step: the same code in the probe and in training."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
-from oomguard.bptt import backward
+from oomguard.bptt import Microbatch, backward
 from oomguard.candidate import Candidate
-from oomguard.checks import flag
 from oomguard.errors import MisuseError
-from oomguard.model import Recurrent, trainable
+from oomguard.model import Recurrent, build, trainable
+from oomguard.spec import Spec
 
 _PLAIN: dict[str, Callable[..., Optimizer]] = {"adam": Adam, "adamw": AdamW, "rmsprop": RMSprop, "adagrad": Adagrad}
+_IN_8_BITS = {"adam": "Adam8bit", "adamw": "AdamW8bit", "sgd-momentum": "SGD8bit", "rmsprop": "RMSprop8bit"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What a step changes, and how it is run. Another candidate: `dataclasses.replace`."""
+
+    model: Recurrent
+    """The model, where it is trained."""
+    candidate: Candidate
+    """How a step is run."""
+    optimizer: Optimizer
+    """Over the trained parameters."""
+    scaler: GradScaler | None = None
+    """Of the loss, for fp16."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came of a step."""
+
+    loss: Tensor
+    """The mean over the real targets, where the model is."""
+    skipped: bool = False
+    """fp16: gradients overflowed, so nothing was updated and the scale was lowered."""
+    norm: Tensor | None = None
+    """The gradient's norm before it was clipped, if it was to be."""
+
+
+def prepare(spec: Spec, candidate: Candidate, device: str = "cpu", lr: float = 1e-3) -> Training:
+    """A new model with its optimizer, on the device.
+
+    >>> spec = Spec(cell="gru", seq=5, features=3, hidden=4, batch=2)
+    >>> training = prepare(spec, Candidate(microbatch=2))
+    >>> step(training, [Microbatch(torch.randn(5, 2, 3), torch.randn(5, 2, 1))], targets=10).skipped
+    False
+    """
+    model = build(spec).to(device)
+    scaler = GradScaler(torch.device(device).type) if candidate.precision == "fp16" else None
+    return Training(model=model, candidate=candidate, optimizer=make_optimizer(model, candidate, lr), scaler=scaler)
 
 
 def make_optimizer(model: Recurrent, candidate: Candidate, lr: float = 1e-3) -> Optimizer:
     """The spec's optimizer over the trained parameters, run the way the candidate says."""
     name = model.spec.optimizer
     parameters = trainable(model)
+    if name == "adam8bit" or candidate.state_8bit:
+        return _in_8_bits("adam" if name == "adam8bit" else name, parameters, lr)
     foreach = candidate.update == "foreach"
     how = {"fused": True} if candidate.update == "fused" else {"foreach": foreach}
     if name in ("sgd", "sgd-momentum"):
         return SGD(parameters, lr=lr, momentum=0.9 if name == "sgd-momentum" else 0.0, **how)
     if name == "adafactor":
         return Adafactor(parameters, lr=lr, foreach=foreach)
-    if name in _PLAIN:
-        return _PLAIN[name](parameters, lr=lr, **how)
-    raise MisuseError(
-        rule="The optimizer must be one that PyTorch has",
-        got=f"{name} needs another library",
-        advice="Take --optimizer adam for a run; estimates know it.",
-    )
+    if name == "rmsprop" and candidate.update == "fused":
+        how = {"foreach": True}  # PyTorch has no fused one
+    return _PLAIN[name](parameters, lr=lr, **how)
 
 
-def _check_runnable(model: Recurrent, candidate: Candidate) -> None:
-    """Raise for what can be estimated but not run yet, rather than run something else."""
-    asked = {
-        "precision": candidate.precision != "fp32",
-        "offload": candidate.offload,
-        "state_8bit": candidate.state_8bit,
-        "packed": model.spec.packed,
-    }
-    if any(asked.values()):
+def _in_8_bits(name: str, parameters: list[Any], lr: float) -> Optimizer:
+    """The optimizer of bitsandbytes, which is not installed with oomguard."""
+    try:
+        from bitsandbytes import optim  # type: ignore[import-not-found]
+    except ImportError as error:
         raise MisuseError(
-            rule="A step runs in fp32, with its state where the weights are, on padded sequences",
-            got=f"got {', '.join(flag(name) for name, wanted in asked.items() if wanted)}, which can only be estimated",
-            advice="Leave it out for a run.",
+            rule="An optimizer state in 8 bits needs the package bitsandbytes",
+            got=f"it could not be imported ({error})",
+            advice="Install bitsandbytes, or leave --state-8bit and --optimizer adam8bit out.",
+        ) from None
+    if name not in _IN_8_BITS:
+        raise MisuseError(
+            rule=f"In 8 bits there are {', '.join(_IN_8_BITS)}",
+            got=f"got --optimizer {name}",
+            advice="Take one of these, or leave --state-8bit out.",
         )
+    momentum = {"momentum": 0.9} if name == "sgd-momentum" else {}
+    optimizer: Optimizer = getattr(optim, _IN_8_BITS[name])(parameters, lr=lr, **momentum)
+    return optimizer
 
 
-def step(
-    model: Recurrent,
-    optimizer: Optimizer,
-    microbatches: Iterable[tuple[Tensor, Tensor]],
-    candidate: Candidate,
-    targets: int,
-) -> Tensor:
-    """Accumulate the gradient of all microbatches, then update once; returns the mean loss over the targets.
+def step(training: Training, microbatches: Iterable[Microbatch], targets: int, clip: float | None = None) -> Outcome:
+    """Accumulate the gradient of all microbatches, then update once.
 
-    `targets` is the number of targets in the whole batch, so that unequal microbatches weigh what they hold.
+    `targets` is the number of real targets in the whole batch (`bptt.count_targets`), so that unequal microbatches
+    weigh what they hold. `clip` is the largest norm of the whole batch's gradient.
     """
-    _check_runnable(model, candidate)
+    scale = 1.0 / max(1, targets)
+    scaled = _scaled(training, scale)
     total: Tensor | None = None
-    for inputs, wanted in microbatches:
-        loss = backward(model, inputs, wanted, candidate, scale=1.0 / targets)
+    for batch in microbatches:
+        loss = backward(training.model, batch, training.candidate, scaled)
         total = loss if total is None else total + loss
-        del inputs, wanted  # otherwise this microbatch still lives while the next one is made
-    assert total is not None, "a batch has at least one microbatch"
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return total / targets
+        del batch  # otherwise this microbatch still lives while the next one is made
+    if total is None:
+        raise MisuseError(
+            rule="A batch has at least one microbatch", got="got none", advice="Leave out the step of an empty batch."
+        )
+    skipped, norm = _update(training, clip)
+    training.optimizer.zero_grad(set_to_none=True)
+    return Outcome(loss=total * scale, skipped=skipped, norm=norm)
+
+
+def _scaled(training: Training, scale: float) -> float | Tensor:
+    """The weight of each loss; for fp16 the scaler's factor is in it."""
+    if training.scaler is None:
+        return scale
+    found: Tensor = training.scaler.scale(torch.tensor(scale, device=training.model.device))
+    return found
+
+
+def _update(training: Training, clip: float | None) -> tuple[bool, Tensor | None]:
+    """Clip the gradient of the whole batch, and update the weights unless fp16 overflowed."""
+    optimizer: Any = training.optimizer
+    if training.candidate.offload:
+        optimizer = _Visiting(optimizer)
+    scaler, norm = training.scaler, None
+    if scaler is not None:
+        scaler.unscale_(optimizer)
+    if clip is not None:
+        norm = clip_grad_norm_(trainable(training.model), clip)
+    if scaler is None:
+        optimizer.step()
+        return False, norm
+    before = scaler.get_scale()
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale() < before, norm
+
+
+class _Visiting:
+    """An optimizer whose state lives in host memory and comes to the card for one parameter at a time.
+
+    PyTorch's optimizers pass over parameters that have no gradient, so each is given its own in turn.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups  # what GradScaler reads
+
+    def step(self) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [p.grad for p in parameters]
+        for p in parameters:
+            p.grad = None
+        for p, gradient in zip(parameters, gradients, strict=True):
+            p.grad = gradient
+            _move(self.optimizer.state[p], p.device)
+            self.optimizer.step()
+            _move(self.optimizer.state[p], torch.device("cpu"))
+            p.grad = None
+
+
+def _move(state: dict[str, Any], device: torch.device) -> None:
+    """The tensors of one parameter's state; the step counter stays where the optimizer put it, on the CPU."""
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.dim():
+            state[name] = value.to(device)

@@ -6,7 +6,7 @@ from typing import Any, TypeVar, get_args
 import numpy as np
 from hypothesis import strategies as st
 
-from oomguard.candidate import Allocator, Candidate, Engine, Precision, Update
+from oomguard.candidate import Allocator, Candidate, Engine, Keep, Precision, Update
 from oomguard.errors import MisuseError
 from oomguard.spec import MAX_SEQ, MAX_STEP_ELEMENTS, SPARSE_OPTIMIZERS, Optimizer, Spec
 
@@ -127,6 +127,8 @@ def candidates() -> st.SearchStrategy[Candidate]:
             "accumulation": up_to(1 << 20),
             "precision": st.sampled_from(get_args(Precision)),
             "recompute": st.booleans(),
+            "levels": st.integers(1, 3),
+            "keep": st.sampled_from(get_args(Keep)),
             "engine": st.none() | st.sampled_from(get_args(Engine)),
             "threads": st.none() | up_to(4096),
             "offload": st.booleans(),

@@ -13,7 +13,7 @@ from strategies import attempt, garbage_for, has_three_beats, specs, up_to
 
 import oomguard
 from oomguard.api import find_budget, find_place
-from oomguard.candidate import Allocator, Candidate, Candidates, Precision, Update, make_candidate
+from oomguard.candidate import Allocator, Candidate, Candidates, Keep, Precision, Update, make_candidate
 from oomguard.estimate import gpus
 from oomguard.estimate.breakdown import Estimate
 from oomguard.estimate.place import on_card, resident_within
@@ -34,7 +34,7 @@ def many(draw: st.DrawFn, spec: Spec) -> Candidates:
         return draw(values | st.lists(values, min_size=rows, max_size=rows))
 
     pieces = some(st.sampled_from([1, spec.steps]) | st.integers(1, spec.steps))
-    windows = some(st.none() | st.integers(1, spec.steps))
+    windows = None if spec.bidirectional else some(st.none() | st.integers(1, spec.steps))
     if windows is not None:  # segments only where there is no window
         windows = windows if isinstance(windows, list) else [windows] * rows
         each = pieces if isinstance(pieces, list) else [pieces] * rows
@@ -47,7 +47,9 @@ def many(draw: st.DrawFn, spec: Spec) -> Candidates:
         engine=some(st.sampled_from([None, "native"])),
         update=some(st.sampled_from(get_args(Update))),
         allocator=some(st.none() | st.sampled_from(get_args(Allocator))),
-        recompute=some(st.booleans()),
+        recompute=spec.bidirectional or some(st.booleans()),
+        levels=some(st.integers(1, 3)),
+        keep=some(st.sampled_from(get_args(Keep))),
         offload=some(st.booleans()),
         state_8bit=some(st.booleans()),
         workers=some(st.integers(0, 8)),

@@ -167,11 +167,18 @@ def test_every_knob_has_a_flag(capsys: Capture) -> None:
 
 def test_every_flag_reaches_its_field(capsys: Capture) -> None:
     knobs = "--microbatch 4 --accumulation 8 --precision bf16 --segments 3 --no-recompute --engine native --threads 2"
-    more = "--offload --update fused --state-8bit --allocator plain --workers 3 --prefetch 5"
+    more = "--levels 2 --keep host --offload --update fused --state-8bit --allocator plain --workers 3 --prefetch 5"
     found = document(capsys, f"{LSTM} {knobs} {more}")["candidate"]
     wanted = {"microbatch": 4, "accumulation": 8, "precision": "bf16", "segments": 3, "recompute": False}
     wanted |= {"engine": "native", "threads": 2, "offload": True, "update": "fused", "state_8bit": True}
-    assert found == wanted | {"allocator": "plain", "workers": 3, "prefetch": 5, "window": None}
+    assert found == wanted | {
+        "allocator": "plain",
+        "workers": 3,
+        "prefetch": 5,
+        "window": None,
+        "levels": 2,
+        "keep": "host",
+    }
 
 
 def test_a_number_may_have_underscores(capsys: Capture) -> None:
@@ -210,9 +217,9 @@ def test_devices_show_the_cpu_even_if_the_cards_cannot_be_counted(
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     answer(monkeypatch, card("GPU-aa11"), card("GPU-bb22", name="B"))
     assert run(["devices"]) == 0
-    out, err = capsys.readouterr()
+    out = capsys.readouterr().out
     assert out.startswith("cpu")
-    assert "by slot" in err
+    assert "by slot" in out
 
 
 @pytest.mark.parametrize("more", ["", "--json"])

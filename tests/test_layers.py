@@ -93,7 +93,7 @@ def test_only_the_search_loop_imports_optuna() -> None:
 
 
 def test_only_the_device_imports_nvml() -> None:
-    assert importers("pynvml") <= {"device/cuda.py"}
+    assert importers("pynvml") <= {"device/nvml.py"}
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,11 @@ import json
 from typing import Any
 
 import pytest
+from device.fake_nvml import answer, card, process
 from rich.console import Console
 
 import oomguard
-from oomguard.api import find_budget
+from oomguard.device.survey import Survey, survey
 from oomguard.estimate.breakdown import Estimate
 from oomguard.estimate.moments import TERMS
 from oomguard.report import WORDS, devices_json, peak_words, show_devices, show_estimate, title, to_json
@@ -146,18 +147,43 @@ def test_the_terms_of_the_json_add_up_to_its_total(found: Estimate) -> None:
     assert sum(document["terms"].values()) == document["total_bytes"]
 
 
-def test_devices_name_every_limit_and_its_source() -> None:
-    buffer, budget = io.StringIO(), find_budget("rtx-4090")
-    show_devices([("NVIDIA", budget)], Console(file=buffer, width=400))
-    assert budget.limits[0].source in buffer.getvalue()
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Survey:
+    """The CPU, and a card of which another process holds a part."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    answer(monkeypatch, card(free=10 * GIB, processes=[process(4711, 3 * GIB)]))
+    return survey()
 
 
-def test_without_a_card_the_devices_tell_how_to_plan_for_one() -> None:
+def devices_screen(found: Survey) -> str:
     buffer = io.StringIO()
-    show_devices([("a CPU", find_budget("cpu"))], Console(file=buffer, width=400))
-    assert "--device takes the name" in buffer.getvalue()
+    show_devices(found, Console(file=buffer, width=400))
+    return buffer.getvalue()
 
 
-def test_the_json_of_devices_has_what_may_be_used() -> None:
-    budget = find_budget("rtx-4090")
-    assert devices_json([("x", budget)])["devices"][0]["limit_bytes"] == budget.limit_bytes
+def test_devices_name_every_limit_and_its_source(seen: Survey) -> None:
+    sources = [limit.source for one in seen.devices for limit in one.budget.limits]
+    assert [source for source in sources if source not in devices_screen(seen)] == []
+
+
+def test_devices_show_what_a_card_has_and_who_holds_it(seen: Survey) -> None:
+    found = devices_screen(seen)
+    assert "compute capability 8.0, 15.61 GiB in all, 10.00 GiB free" in found
+    assert "process (4711) holds 3.00 GiB" in found
+    assert "computes in fp32, fp16, bf16" in found
+
+
+def test_without_a_card_the_devices_tell_why_and_how_to_plan_for_one(seen: Survey) -> None:
+    found = devices_screen(Survey(devices=seen.devices[:1], note="There is none."))
+    assert found.endswith("\nThere is none.\noomguard devices --cards lists the cards that --device takes by name.\n")
+
+
+def test_the_json_of_devices_has_what_may_be_used(seen: Survey) -> None:
+    found = devices_json(seen)["devices"]
+    assert [one["limit_bytes"] for one in found] == [one.budget.limit_bytes for one in seen.devices]
+
+
+def test_the_json_of_a_card_has_what_it_has_and_who_holds_it(seen: Survey) -> None:
+    found = json.loads(json.dumps(devices_json(seen)))["devices"][1]
+    assert (found["free_bytes"], found["compute_capability"]) == (10 * GIB, [8, 0])
+    assert found["others"] == [{"pid": 4711, "name": None, "used_bytes": 3 * GIB}]

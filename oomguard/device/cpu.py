@@ -1,35 +1,147 @@
-"""The CPU's budget: the least of free RAM, every cgroup above this process, and what rlimits allow.
+"""The CPU as a device: what this process may use (limits.py says), what it uses, and how it is held to a limit."""
 
-What this process already holds is not lost to it. Its anonymous pages count as used everywhere, so they are given back
-in full. Its file pages (libraries) are cache to the kernel: MemAvailable and `inactive_file` count them as free
-already, only those among `active_file` count as used, so no more than those are given back. So at `limit_bytes`
-resident, others' memory and this whole process still fit the limit together, whoever was charged for the libraries.
-Swap is not counted: training that swaps is as good as stopped.
-"""
-
-import glob
+import ctypes
+import gc
 import platform
 import re
-from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 
-from oomguard.device.budget import Budget, Limit
-from oomguard.units import KIB, MAX_BYTES
+import msgspec
 
-PROC = Path("/proc")
+from oomguard.candidate import Candidate
+from oomguard.device import limits
+from oomguard.device.budget import Budget
+from oomguard.device.proc import PROC, Status, read_status, read_text
+from oomguard.device.reading import Reading, Watched
+from oomguard.estimate.malloc import STEADY_ENVIRONMENT
+from oomguard.estimate.place import COMMITTED_TENTHS
+
+NEEDED_FLAGS = {
+    "bf16": [{"avx512bw", "avx512vl", "avx512dq"}],
+    "fp16": [{"avx512_fp16"}, {"amx_fp16"}],
+}
+"""Any of these sets of cpuinfo flags lets oneDNN train in that precision: bf16 from `avx512_core` on (slowly, unless
+avx512_bf16 or amx_bf16 is there too), fp16 from `avx512_core_fp16` on (oneDNN 3.12, Data Types, hardware limitations;
+torch's `mkldnn_bf16_device_check` asks for the same). Only x86: others are taken to have fp32 alone."""
 
 
-def budget(proc: Path = PROC) -> Budget:
-    """What this process may use: every limit that applies to it now, from `proc` and the mounts that it names.
+class Cpu(msgspec.Struct, frozen=True):
+    """The CPU and the host's memory.
 
-    >>> here = budget()
-    >>> here.device, here.limits[0].name, 0 < here.left_bytes < here.limit_bytes <= here.limits[0].limit_bytes
-    ('cpu', 'free RAM', True)
+    >>> cpu = Cpu()
+    >>> cpu.reset()
+    >>> cpu.reading().peak_bytes < cpu.budget().limit_bytes
+    True
     """
-    own = _own(proc)
-    limits = (_free_ram(proc, own), *_cgroups(proc, own), *_overcommit(proc, own), *_rlimits(own))
-    return Budget(device="cpu", limits=limits)
+
+    @property
+    def name(self) -> str:
+        """As `--device` takes it."""
+        return "cpu"
+
+    @property
+    def torch_device(self) -> str:
+        """As torch takes it."""
+        return "cpu"
+
+    def title(self) -> str:
+        """The processor's name."""
+        return cpu_name()
+
+    def precisions(self) -> tuple[str, ...]:
+        """What oneDNN can train in on this processor."""
+        return cpu_precisions()
+
+    def budget(self) -> Budget:
+        """What this process may use: the least of free RAM, cgroups and rlimits (one set by `enforce` included)."""
+        return limits.budget()
+
+    def environment(self, candidate: Candidate) -> dict[str, str]:
+        """What the process that runs the candidate must be started with: glibc reads its thresholds at the start."""
+        return {} if candidate.allocator == "plain" else dict(STEADY_ENVIRONMENT)
+
+    def settle(self, candidate: Candidate) -> None:
+        """Set what can be set in a running process: threads and engine."""
+        import torch
+
+        if candidate.threads is not None:
+            torch.set_num_threads(candidate.threads)
+        torch._C._set_mkldnn_enabled(candidate.engine != "native")  # torch.backends.mkldnn.flags would warn
+
+    def enforce(self, limit_bytes: int, committed_bytes: int | None = None) -> None:
+        """Make allocations fail before this process exceeds the committed bytes that a resident limit can need.
+
+        Linux enforces no limit of resident bytes on a process, and oneDNN commits up to 2.8 bytes for each that it
+        touches: so this is a backstop against a runaway, not the limit itself. Never above an inherited limit.
+        """
+        now = read_status()
+        if now is None or now.committed_bytes is None:  # nothing counts them: nothing to enforce
+            return
+        growth_bytes = max(0, limit_bytes - now.resident_bytes)
+        backstop_bytes = now.committed_bytes + growth_bytes * COMMITTED_TENTHS // 10
+        _set_soft_limit(backstop_bytes if committed_bytes is None else min(backstop_bytes, committed_bytes))
+
+    def unlimit(self) -> None:
+        """Take back what `enforce` set."""
+        if _marks.inherited_bytes is not None:
+            _set_soft_limit(_marks.inherited_bytes)
+
+    def reset(self) -> None:
+        """Begin a new section: the peak starts from what is resident now."""
+        with suppress(OSError):  # not Linux, or not allowed here: the peak stays that of the process's whole life
+            (PROC / "self/clear_refs").write_text("5")
+        _marks.reset = read_status()
+
+    def reading(self) -> Reading:
+        """What this process uses, now and since the reset."""
+        now = read_status()
+        assert now is not None  # this process is not gone
+        start = _marks.reset or now
+        return Reading(
+            peak_bytes=now.peak_bytes,
+            now_bytes=now.resident_bytes,
+            runtime_bytes=start.resident_bytes,
+            committed_bytes=now.committed_bytes,
+            committed_peak_bytes=_committed_peak(start, now),
+            swapped_bytes=now.swapped_bytes,
+        )
+
+    def wait(self) -> None:
+        """Work on the CPU is done when its call returns."""
+
+    def release(self) -> None:
+        """Give back to the system what is free: Python's garbage, and what glibc keeps for later."""
+        gc.collect()
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if platform.libc_ver()[0] == "glibc" else None
+        if trim is not None:
+            trim(ctypes.c_size_t(0))
+
+    def watch(self, pid: int) -> Watched | None:
+        """What another process uses of the host's memory now; None if it is gone or has ended."""
+        return watch(pid)
+
+
+@dataclass(slots=True)
+class _Marks:
+    """What is remembered between calls, once for the process since the kernel has it once."""
+
+    reset: Status | None = None
+    """This process at the last reset."""
+    inherited_bytes: int | None = None
+    """The soft RLIMIT_DATA before `enforce` first changed it (-1: none)."""
+
+
+_marks = _Marks()
+
+
+def watch(pid: int) -> Watched | None:
+    """What a process uses of the host's memory now; None if it is gone or has ended."""
+    found = read_status(pid)
+    if found is None:
+        return None
+    return Watched(resident_bytes=found.resident_bytes, committed_bytes=found.committed_bytes)
 
 
 def cpu_name(proc: Path = PROC) -> str:
@@ -38,259 +150,38 @@ def cpu_name(proc: Path = PROC) -> str:
     >>> cpu_name() != ""
     True
     """
-    found = re.search(r"^model name\s*:\s*(.+)$", _text(proc / "cpuinfo"), re.MULTILINE)
+    found = re.search(r"^model name\s*:\s*(.+)$", read_text(proc / "cpuinfo"), re.MULTILINE)
     return found[1].strip() if found else platform.processor() or platform.machine()
 
 
-class _Own(NamedTuple):
-    """What this process holds, by /proc/self/status."""
+def cpu_precisions(proc: Path = PROC) -> tuple[str, ...]:
+    """What oneDNN can train in on this processor, by its flags.
 
-    pid: int | None
-    """Its id as `proc` numbers it; None without /proc."""
-    anonymous_bytes: int
-    """Resident and backed by no file: RssAnon and RssShmem."""
-    file_bytes: int
-    """Resident pages of files: RssFile."""
-    data_bytes: int
-    """VmData: private writable mappings, exactly what RLIMIT_DATA counts (Linux >= 4.7, `mm->data_vm`)."""
-    space_bytes: int
-    """VmSize: all mappings, exactly what RLIMIT_AS counts (`mm->total_vm`)."""
-
-
-def _own(proc: Path) -> _Own:
-    status = _text(proc / "self/status")
-    if not status:  # macOS, Windows: what would be freed if this process ended
-        import psutil
-
-        return _Own(None, psutil.Process().memory_full_info().uss, 0, 0, 0)
-    sizes = _sizes(status)
-    pid = re.search(r"^Pid:\s*(\d+)$", status, re.MULTILINE)
-    return _Own(
-        pid=int(pid[1]) if pid else None,
-        anonymous_bytes=sizes.get("RssAnon", 0) + sizes.get("RssShmem", 0),
-        file_bytes=sizes.get("RssFile", 0),
-        data_bytes=sizes.get("VmData", 0),
-        space_bytes=sizes.get("VmSize", 0),
-    )
-
-
-def _free_ram(proc: Path, own: _Own) -> Limit:
-    """MemAvailable: what can be had without swapping. psutil where /proc does not say."""
-    sizes, source = _sizes(_text(proc / "meminfo")), f"MemAvailable of {proc / 'meminfo'}"
-    if "MemAvailable" not in sizes:
-        import psutil
-
-        memory = psutil.virtual_memory()
-        sizes, source = {"MemTotal": memory.total, "MemAvailable": memory.available}, "psutil.virtual_memory"
-    used_bytes = max(0, sizes["MemTotal"] - sizes["MemAvailable"])
-    return Limit(
-        name="free RAM",
-        limit_bytes=sizes["MemTotal"],
-        used_bytes=used_bytes,
-        held_bytes=min(own.anonymous_bytes, used_bytes),
-        unit="resident",
-        source=source,
-    )
-
-
-def _rlimits(own: _Own) -> Iterator[Limit]:
-    """Soft limits, which are the ones enforced, where the kernel says what they count. A child inherits them in full.
-
-    Both are given in VmData: of RLIMIT_AS, what is mapped besides (code, files) counts as used by others. Libraries
-    loaded later add to that, so it is exact only once torch is imported. RLIMIT_RSS is not enforced by Linux.
+    >>> cpu_precisions()[0]
+    'fp32'
     """
-    if own.pid is None:  # Windows has none, the kernel of macOS does not enforce them
-        return
+    found = re.search(r"^flags\s*:\s*(.+)$", read_text(proc / "cpuinfo"), re.MULTILINE)
+    flags = set(found[1].split()) if found else set()
+    half = [name for name in ("fp16", "bf16") if any(needed <= flags for needed in NEEDED_FLAGS[name])]
+    return "fp32", *half
+
+
+def _committed_peak(start: Status, now: Status) -> int | None:
+    """The largest VmData between two readings, by VmPeak: if that rose, all that was mapped meanwhile was data."""
+    if start.committed_bytes is None or now.committed_bytes is None:
+        return None
+    ends_bytes = max(start.committed_bytes, now.committed_bytes)
+    if now.space_peak_bytes <= start.space_peak_bytes:
+        return ends_bytes
+    return max(ends_bytes, start.committed_bytes + now.space_peak_bytes - start.space_bytes)
+
+
+def _set_soft_limit(limit_bytes: int) -> None:
+    """The soft RLIMIT_DATA, but never above the hard one or the soft one that this process came with."""
     import resource
 
-    kinds = (("RLIMIT_DATA", resource.RLIMIT_DATA, own.data_bytes), ("RLIMIT_AS", resource.RLIMIT_AS, own.space_bytes))
-    for name, kind, used_bytes in kinds:
-        soft_bytes = resource.getrlimit(kind)[0]
-        if soft_bytes != resource.RLIM_INFINITY and soft_bytes < MAX_BYTES:
-            yield Limit(
-                name=name,
-                limit_bytes=soft_bytes,
-                used_bytes=used_bytes,
-                held_bytes=min(own.data_bytes, used_bytes),
-                unit="committed",
-                source=f"getrlimit({name})",
-            )
-
-
-def _overcommit(proc: Path, own: _Own) -> Iterator[Limit]:
-    """The machine's CommitLimit, which binds under vm.overcommit_memory = 2 only, less what the kernel sets aside."""
-    if _text(proc / "sys/vm/overcommit_memory").strip() != "2":
-        return
-    sizes = _sizes(_text(proc / "meminfo"))
-    asides = (proc / "sys/vm/admin_reserve_kbytes", proc / "sys/vm/user_reserve_kbytes")
-    aside_bytes = sum((_number(_text(path)) or 0) * KIB for path in asides)
-    used_bytes = sizes.get("Committed_AS", 0)
-    yield Limit(
-        name="overcommit",
-        limit_bytes=max(0, sizes.get("CommitLimit", 0) - aside_bytes),
-        used_bytes=used_bytes,
-        held_bytes=min(own.data_bytes, used_bytes),
-        unit="committed",
-        source=f"CommitLimit of {proc / 'meminfo'}, with vm.overcommit_memory = 2",
-    )
-
-
-_NAMES = {1: ("memory.usage_in_bytes", "total_"), 2: ("memory.current", "")}
-"""By version: the file with what a group uses, and what stands in memory.stat before counts of it with all below."""
-
-
-class _Mount(NamedTuple):
-    """One cgroup file system, as /proc/self/mountinfo shows it."""
-
-    root: str
-    """The group that the mount shows at its top. `/../..`: two above the root of this process's cgroup namespace."""
-    point: Path
-    """Where it is mounted."""
-    version: int
-    """1 or 2: both can be there, the memory controller is in one of them."""
-
-
-def _cgroups(proc: Path, own: _Own) -> Iterator[Limit]:
-    """Every limit on the way up from this process's group, in each hierarchy that has the memory controller."""
-    paths = _group_paths(_text(proc / "self/cgroup"))
-    seen: set[tuple[int, int]] = set()  # the same group can be mounted twice
-    for mount in _mounts(_text(proc / "self/mountinfo")):
-        if mount.version not in paths:
-            continue
-        groups = []
-        for group in _way_up(mount, paths[mount.version], own.pid):
-            if group.is_dir() and (key := (group.stat().st_dev, group.stat().st_ino)) not in seen:
-                seen.add(key)
-                groups.append(group)
-        yield from _v2_limits(groups, own) if mount.version == 2 else _v1_limits(groups, own)
-
-
-def _group_paths(text: str) -> dict[int, str]:
-    """The process's group in v2 and in v1's memory hierarchy, from the lines of /proc/self/cgroup.
-
-    >>> _group_paths("4:cpu,memory:/job\\n0::/user.slice") == {1: "/job", 2: "/user.slice"}
-    True
-    """
-    found = {}
-    for number, controllers, path in (line.split(":", 2) for line in text.split("\n") if line):
-        if number == "0" and not controllers:
-            found[2] = path
-        elif "memory" in controllers.split(","):
-            found[1] = path
-    return found
-
-
-def _mounts(text: str) -> Iterator[_Mount]:
-    """The cgroup mounts among the lines of /proc/self/mountinfo (man 5 proc_pid_mountinfo)."""
-    for line in filter(None, text.split("\n")):
-        left, _, right = line.partition(" - ")  # before it stands any number of optional fields
-        kind, _, options = right.split(" ")[:3]
-        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
-            root, point = (re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), x) for x in left.split(" ")[3:5])
-            yield _Mount(root=root, point=Path(point), version=2 if kind == "cgroup2" else 1)
-
-
-def _way_up(mount: _Mount, path: str, pid: int | None) -> list[Path]:
-    """The directories from the process's group up to the mount's top: all of its ancestors that can be seen.
-
-    Groups above the root of a cgroup namespace have no names that we could know: the one that lists us is ours.
-    """
-    below = _below(mount.root, path)
-    if below is None:  # a mount of some other group, unless it lists us
-        return [mount.point] if _lists(mount.point, pid) else []
-    unnamed, names = below
-    leaf = mount.point.joinpath(*names)
-    if unnamed:
-        pattern = "/".join(["*"] * unnamed + [glob.escape(name) for name in names])
-        leaf = next((group for group in mount.point.glob(pattern) if _lists(group, pid)), mount.point)
-    return [group for group in (leaf, *leaf.parents) if group.is_relative_to(mount.point)]
-
-
-def _below(root: str, path: str) -> tuple[int, list[str]] | None:
-    """How to get from the top of a mount down to a group: levels without a name, then names. None: it is not below.
-
-    >>> _below("/docker/ab", "/docker/ab/job"), _below("/../..", "/job"), _below("/docker/ab", "/other")
-    ((0, ['job']), (2, ['job']), None)
-    """
-    tops, names = list(PurePosixPath(root).parts[1:]), list(PurePosixPath(path).parts[1:])
-    while tops and names and tops[0] == names[0]:
-        tops, names = tops[1:], names[1:]
-    if ".." in names or any(top != ".." for top in tops):
-        return None
-    return len(tops), names
-
-
-def _lists(group: Path, pid: int | None) -> bool:
-    return pid is not None and str(pid) in _text(group / "cgroup.procs").split()
-
-
-def _v2_limits(groups: list[Path], own: _Own) -> Iterator[Limit]:
-    """Over memory.high nothing is killed, but all of the group is throttled to a crawl: a limit too."""
-    for group in groups:
-        for name in ("memory.max", "memory.high"):
-            limit_bytes = _number(_text(group / name))
-            if limit_bytes is not None:
-                yield _group_limit(group, name, limit_bytes, 2, own)
-
-
-def _v1_limits(groups: list[Path], own: _Own) -> Iterator[Limit]:
-    """As in v2, and `hierarchical_memory_limit`: the least limit of all ancestors, those we cannot see included."""
-    least_bytes = MAX_BYTES
-    for place, group in enumerate(groups):
-        if place and _text(group / "memory.use_hierarchy").strip() == "0":
-            break  # neither counts nor limits the groups below it
-        limit_bytes = _number(_text(group / "memory.limit_in_bytes"))
-        if limit_bytes is not None:
-            least_bytes = min(least_bytes, limit_bytes)
-            yield _group_limit(group, "memory.limit_in_bytes", limit_bytes, 1, own)
-    for group in groups[:1]:
-        hidden_bytes = _stat(group).get("hierarchical_memory_limit", MAX_BYTES)
-        if hidden_bytes < least_bytes:  # used of it: at least what the highest group in sight uses
-            yield _group_limit(groups[-1], "hierarchical_memory_limit", hidden_bytes, 1, own)
-
-
-def _group_limit(group: Path, name: str, limit_bytes: int, version: int, own: _Own) -> Limit:
-    """What the group uses less `inactive_file`, the cache that the kernel drops first."""
-    stat, (usage, prefix) = _stat(group), _NAMES[version]
-    used_bytes = max(0, (_number(_text(group / usage)) or 0) - stat.get(f"{prefix}inactive_file", 0))
-    library_bytes = min(own.file_bytes, stat.get(f"{prefix}active_file", 0))
-    return Limit(
-        name=name,
-        limit_bytes=limit_bytes,
-        used_bytes=used_bytes,
-        held_bytes=min(own.anonymous_bytes + library_bytes, used_bytes),
-        unit="resident",
-        source=f"cgroup {group}",
-    )
-
-
-def _stat(group: Path) -> dict[str, int]:
-    pairs = (line.split() for line in _text(group / "memory.stat").splitlines())
-    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2}
-
-
-def _text(path: Path) -> str:
-    """A file's text; empty if it is not there or may not be read: common here, and it means that it says nothing."""
-    try:
-        return path.read_text(encoding="utf-8", errors="surrogateescape")
-    except OSError:
-        return ""
-
-
-def _number(text: str) -> int | None:
-    """A number of bytes; None for `max`, for nothing, and for v1's way to say no limit (2^63 less a page).
-
-    >>> _number("4096\\n"), _number("max\\n"), _number(""), _number("9223372036854771712")
-    (4096, None, None, None)
-    """
-    text = text.strip()
-    return int(text) if text.isdecimal() and int(text) < MAX_BYTES else None
-
-
-def _sizes(text: str) -> dict[str, int]:
-    """The lines `Name: 12 kB` of /proc/meminfo and /proc/self/status, in bytes.
-
-    >>> _sizes("Pid:\\t7\\nVmData:\\t     292 kB\\n")
-    {'VmData': 299008}
-    """
-    return {name: int(size) * KIB for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
+    soft_bytes, hard_bytes = resource.getrlimit(resource.RLIMIT_DATA)
+    if _marks.inherited_bytes is None:
+        _marks.inherited_bytes = soft_bytes
+    finite = [one for one in (limit_bytes, _marks.inherited_bytes, hard_bytes) if one != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(finite, default=resource.RLIM_INFINITY), hard_bytes))

@@ -1,267 +1,212 @@
-"""A CUDA card's budget, read through NVML alone: no torch, no CUDA context, a few milliseconds.
+"""A CUDA card as a device: what this process may use and uses there, and how it is held to a limit.
 
-Cards are counted as CUDA counts them for this process: NVML shows all of them, CUDA_VISIBLE_DEVICES chooses and orders.
-What this process already holds on the card (its CUDA context included) is not lost to it. Where NVML does not say
-which process holds what (Windows, most containers), it counts as taken: the budget is then too small, never too large.
+What can be asked without torch (the budget, the name) is asked through NVML, so that a process that only plans needs no
+CUDA context. Where NVML does not answer, CUDA itself is asked through torch, in this process.
 """
 
+import gc
+import importlib.util
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from oomguard.device import cpu
-from oomguard.device.budget import Budget, Limit
+from oomguard.candidate import Candidate
+from oomguard.device import nvml
+from oomguard.device.budget import Budget
+from oomguard.device.cpu import watch
+from oomguard.device.present import Present
+from oomguard.device.proc import read_text
+from oomguard.device.reading import Reading, Watched
 from oomguard.errors import MisuseError
-from oomguard.units import format_bytes
 
-SETTING = "CUDA_VISIBLE_DEVICES"
-
-
-class Holder(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that holds memory of a card."""
-
-    pid: int
-    """Its process id, as NVML numbers it."""
-    name: str | None
-    """Its name; None where NVML may not say."""
-    used_bytes: int | None
-    """What it holds; None where NVML does not say (Windows)."""
+SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""The allocator's settings. torch up to 2.8 reads the first alone; later ones read the first and, if it is not set, the
+second (CUDAAllocatorConfig.h, torch 2.13 and 2.15), or the other way round (2.9): so both are set, to the same."""
+EXPANDABLE = "expandable_segments:True"
+MOST_CONTEXTS = 3
+"""What is used on a card by nobody known is this process's context, unless it is more than so many of the usual ones:
+then it is a neighbour that NVML does not list (containers)."""
 
 
-class Present(msgspec.Struct, frozen=True, kw_only=True):
-    """A card that is here, as it is now. (`oomguard.estimate.gpus.Card` is one that need not be.)"""
+class Cuda(msgspec.Struct, frozen=True):
+    """Card `cuda:index`."""
 
-    name: str
-    """As NVIDIA calls it: `NVIDIA A100-SXM4-80GB`. `gpus.card` finds it by that."""
-    uuid: str
-    """`GPU-…`, or `MIG-…` for a part of a card."""
-    compute_capability: tuple[int, int]
-    """Major and minor: (8, 0) is sm 8.0."""
-    total_bytes: int | None
-    """What CUDA shows as its memory; None if it has none of its own (DGX Spark): it uses the host's."""
-    free_bytes: int | None
-    """What nobody holds of it; None as above."""
-    holders: tuple[Holder, ...]
-    """Who holds memory of it, this process included, as far as NVML says."""
+    index: int = 0
+    """Its number, as CUDA counts for this process."""
 
     @property
-    def own_bytes(self) -> int:
-        """What this process holds."""
-        return sum(one.used_bytes or 0 for one in self.holders if one.pid == os.getpid())
+    def name(self) -> str:
+        """As `--device` takes it."""
+        return f"cuda:{self.index}"
 
+    @property
+    def torch_device(self) -> str:
+        """As torch takes it."""
+        return self.name
 
-def count() -> int:
-    """How many cards CUDA would show this process; 0 without a driver."""
-    try:
-        with _nvml() as nvml:
-            return len(_visible(nvml))
-    except MisuseError:
-        return 0
-
-
-def card_name(index: int = 0) -> str:
-    """The name of card `cuda:index`."""
-    return present(index).name
-
-
-def budget(index: int = 0) -> Budget:
-    """What this process may use on card `cuda:index`: the card less what others hold, its own context included."""
-    card, device = present(index), f"cuda:{index}"
-    if card.total_bytes is None or card.free_bytes is None:
-        return Budget(device=device, limits=cpu.budget().limits)
-    used_bytes = max(0, card.total_bytes - card.free_bytes)
-    memory = Limit(
-        name="card memory",
-        limit_bytes=card.total_bytes,
-        used_bytes=used_bytes,
-        held_bytes=min(card.own_bytes, used_bytes),
-        unit="resident",
-        source=f"NVML on {card.name}{_others(card)}",
-    )
-    return Budget(device=device, limits=(memory,))
-
-
-def present(index: int = 0) -> Present:
-    """Card `cuda:index` as it is now."""
-    with _nvml() as nvml:
-        uuids = _visible(nvml)
-        _check_index(index, len(uuids))
-        _check_order(nvml)
-        handle = _part(nvml, nvml.nvmlDeviceGetHandleByUUID(uuids[index]))
-        total_bytes, free_bytes = _memory(nvml, handle)
-        return Present(
-            name=nvml.nvmlDeviceGetName(handle),
-            uuid=nvml.nvmlDeviceGetUUID(handle),
-            compute_capability=_capability(nvml, handle),
-            total_bytes=total_bytes,
-            free_bytes=free_bytes,
-            holders=_holders(nvml, handle),
-        )
-
-
-def visible(setting: str | None, uuids: Sequence[str]) -> list[str]:
-    """The UUIDs of the cards that CUDA shows, in its order: CUDA_VISIBLE_DEVICES applied to NVML's `uuids`.
-
-    The first entry that names no card ends the list; a card named twice empties it (CUDA Programming Guide,
-    environment variables; torch.cuda._parse_visible_devices, torch 2.13).
-
-    >>> here = ["GPU-aa", "GPU-ab"]
-    >>> visible("1,0", here), visible("GPU-ab", here), visible("0,9,1", here), visible("", here)
-    (['GPU-ab', 'GPU-aa'], ['GPU-ab'], ['GPU-aa'], [])
-    """
-    if setting is None:
-        return list(uuids)
-    chosen: list[str] = []
-    kind = setting.strip()[:4]
-    for entry in setting.split(","):
-        found = _named(entry.strip(), kind, uuids)
-        if found is None:
-            break
-        if found in chosen:
-            return []
-        chosen.append(found)
-    return chosen
-
-
-def _named(entry: str, kind: str, uuids: Sequence[str]) -> str | None:
-    """The card that one entry names: a number, enough of a UUID to be the only one, or a part's MIG UUID."""
-    if kind in ("GPU-", "MIG-") and not entry.startswith(kind):
-        return None
-    if kind == "MIG-":
-        return entry
-    if kind == "GPU-":
-        found = [uuid for uuid in uuids if uuid.startswith(entry)]
-        return found[0] if len(found) == 1 else None
-    number = re.match(r"\+?(\d+)", entry)
-    return uuids[int(number[1])] if number and int(number[1]) < len(uuids) else None
-
-
-@contextmanager
-def _nvml() -> Iterator[Any]:
-    """NVML, loaded for as long as it is needed. All it can complain of becomes one message."""
-    try:
-        import pynvml
-    except ImportError as error:
-        raise _no_card(f"NVML's binding could not be imported ({error})") from error
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        raise _no_card(f"NVML could not be loaded ({error})") from error
-    try:
-        yield pynvml
-    except pynvml.NVMLError as error:
-        raise _no_card(f"NVML failed ({error})") from error
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _no_card(got: str) -> MisuseError:
-    return MisuseError(
-        rule="--device cuda needs an NVIDIA driver and a card",
-        got=got,
-        advice="Use --device cpu, or name a card such as --device a100-80gb to plan for one that is not here.",
-    )
-
-
-def _visible(nvml: Any) -> list[str]:
-    """The UUIDs of the cards that CUDA shows this process."""
-    uuids = [nvml.nvmlDeviceGetUUID(handle) for handle in _handles(nvml)]
-    return visible(os.environ.get(SETTING), uuids)
-
-
-def _handles(nvml: Any) -> list[Any]:
-    return [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-
-
-def _check_index(index: int, shown: int) -> None:
-    under = f" under {SETTING}={os.environ[SETTING]!r}" if SETTING in os.environ else ""
-    if not shown:
-        raise _no_card(f"there is no card{under}")
-    if not 0 <= index < shown:
-        raise MisuseError(
-            rule=f"--device cuda:{index} must be a card that CUDA shows",
-            got=f"it shows {shown}{under}",
-            advice="Use --device cuda:0." if shown == 1 else f"Use --device cuda:0 to cuda:{shown - 1}.",
-        )
-
-
-def _check_order(nvml: Any) -> None:
-    """By default CUDA counts the fastest card first, NVML goes by slot.
-
-    That matters where cards of several kinds are chosen by number. Then nothing but CUDA itself knows which is which,
-    and the budget of the wrong card is worse than none.
-    """
-    names = sorted({nvml.nvmlDeviceGetName(handle) for handle in _handles(nvml)})
-    by_uuid = os.environ.get(SETTING, "").strip().startswith(("GPU-", "MIG-"))
-    if len(names) > 1 and not by_uuid and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-        raise MisuseError(
-            rule="Cards of several kinds must be counted by slot",
-            got=f"there are {' and '.join(names)}, and by default CUDA counts the fastest as cuda:0",
-            advice=f"Set CUDA_DEVICE_ORDER=PCI_BUS_ID, or choose a card by its UUID in {SETTING}.",
-        )
-
-
-def _part(nvml: Any, handle: Any) -> Any:
-    """The card, or the part that CUDA takes where the card is divided and no part was chosen: the first."""
-    try:
-        divided = nvml.nvmlDeviceGetMigMode(handle)[0] == 1 and not nvml.nvmlDeviceIsMigDeviceHandle(handle)
-    except nvml.NVMLError:  # a card that cannot be divided, or a part
-        return handle
-    return nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, 0) if divided else handle
-
-
-def _capability(nvml: Any, handle: Any) -> tuple[int, int]:
-    try:
-        major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-    except nvml.NVMLError:  # a part does not know: its card does
-        whole = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
-        major, minor = nvml.nvmlDeviceGetCudaComputeCapability(whole)
-    return major, minor
-
-
-def _memory(nvml: Any, handle: Any) -> tuple[int, int] | tuple[None, None]:
-    """Total and free, without what driver and firmware keep. Drivers before 510 do not tell that apart: it is used."""
-    try:
-        memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
-        return memory.total - memory.reserved, memory.free
-    except nvml.NVMLError:
-        pass
-    try:
-        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-        return memory.total, memory.free
-    except nvml.NVMLError_NotSupported:
-        return None, None
-
-
-def _holders(nvml: Any, handle: Any) -> tuple[Holder, ...]:
-    """Processes that compute or draw on the card; one that does both is listed by NVML twice, with the same bytes."""
-    found: dict[int, Holder] = {}
-    for list_processes in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses):
+    def present(self) -> Present:
+        """The card as it is now: by NVML or, where that does not answer, by CUDA (which makes a context)."""
         try:
-            processes = list_processes(handle)
-        except nvml.NVMLError:  # not for this card, driver or user
-            continue
-        for one in processes:
-            found[one.pid] = Holder(pid=one.pid, name=_process_name(nvml, one.pid), used_bytes=one.usedGpuMemory)
-    return tuple(found.values())
+            return nvml.present(self.index)
+        except nvml.NoNvmlError as error:
+            missing = error
+        return _present_by_torch(self.index, missing)
+
+    def title(self) -> str:
+        """The card's name."""
+        return self.present().name
+
+    def precisions(self) -> tuple[str, ...]:
+        """What the card's hardware computes in."""
+        return self.present().precisions
+
+    def budget(self) -> Budget:
+        """What this process may use of the card, all it holds there already included."""
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_initialized():  # then this process holds nothing
+            return self.present().budget(self.name)
+        return self.present().budget(self.name, torch.cuda.memory_reserved(self.index))
+
+    def environment(self, candidate: Candidate) -> dict[str, str]:
+        """What the process that runs the candidate must be started with, the user's own settings kept."""
+        if candidate.allocator != "expandable":
+            return {}
+        own = next((os.environ[name] for name in SETTINGS if os.environ.get(name)), "")
+        return dict.fromkeys(SETTINGS, f"{own},{EXPANDABLE}" if own else EXPANDABLE)  # the last of a kind counts
+
+    def settle(self, candidate: Candidate) -> None:
+        """Set what can be set in a running process: threads and engine."""
+        torch = _torch()
+        if candidate.threads is not None:
+            torch.set_num_threads(candidate.threads)
+        torch.backends.cudnn.enabled = candidate.engine != "native"
+
+    def enforce(self, limit_bytes: int, committed_bytes: int | None = None) -> None:
+        """Make PyTorch's allocator raise torch.OutOfMemoryError before this process takes more of the card.
+
+        The context counts, as it does in every figure. `committed_bytes` is the host's and means nothing here.
+        """
+        torch = _torch()
+        total_bytes = torch.cuda.get_device_properties(self.index).total_memory
+        share = max(0, limit_bytes - self._context_bytes()) / total_bytes
+        torch.cuda.set_per_process_memory_fraction(min(share, _inherited_share(self.index)), self.index)
+
+    def unlimit(self) -> None:
+        """Take back what `enforce` set."""
+        if self.index in _inherited:
+            _torch().cuda.set_per_process_memory_fraction(_inherited[self.index], self.index)
+
+    def reset(self) -> None:
+        """Begin a new section: peaks start from what is reserved now."""
+        torch = _torch()
+        torch.cuda.reset_peak_memory_stats(self.index)
+        _retries[self.index] = self._all_retries()
+
+    def reading(self) -> Reading:
+        """What this process uses, now and since the reset."""
+        memory, context_bytes = _torch().cuda, self._context_bytes()
+        reserved_bytes = memory.max_memory_reserved(self.index)
+        return Reading(
+            peak_bytes=reserved_bytes + context_bytes,
+            now_bytes=memory.memory_reserved(self.index) + context_bytes,
+            runtime_bytes=context_bytes,
+            allocated_bytes=memory.max_memory_allocated(self.index),
+            reserved_bytes=reserved_bytes,
+            retries=self._all_retries() - _retries.get(self.index, 0),
+        )
+
+    def wait(self) -> None:
+        """Until all work issued to the card is done."""
+        _torch().cuda.synchronize(self.index)
+
+    def release(self) -> None:
+        """Give back to the card what is free: Python's garbage, and what PyTorch's allocator keeps for later."""
+        gc.collect()
+        _torch().cuda.empty_cache()
+
+    def watch(self, pid: int) -> Watched | None:
+        """What another process uses of the host's memory now; None if it is gone or has ended."""
+        return watch(pid)
+
+    def _all_retries(self) -> int:
+        return int(_torch().cuda.memory_stats(self.index).get("num_alloc_retries", 0))
+
+    def _context_bytes(self) -> int:
+        """What this process holds besides what PyTorch reserved: by NVML, by what nobody else uses, or as is usual."""
+        torch, card = _torch(), self.present()
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self.index)
+        reserved_bytes = torch.cuda.memory_reserved(self.index)
+        if card.own_bytes:
+            return max(0, card.own_bytes - int(reserved_bytes))
+        others_bytes = sum(one.used_bytes or 0 for one in card.others)
+        found_bytes = int(total_bytes - free_bytes - reserved_bytes - others_bytes)
+        usual_bytes: int = card.known.context_bytes
+        return found_bytes if 0 < found_bytes <= MOST_CONTEXTS * usual_bytes else usual_bytes
 
 
-def _process_name(nvml: Any, pid: int) -> str | None:
-    try:
-        return str(nvml.nvmlSystemGetProcessName(pid))
-    except nvml.NVMLError:
-        return None
+_retries: dict[int, int] = {}
+"""By card: the allocator's retries at the last reset."""
+_inherited: dict[int, float] = {}
+"""By card: the share of it that this process was allowed before `enforce` first changed that."""
 
 
-def _others(card: Present) -> str:
-    """Who else holds memory, for people: `, where python (4711) holds 3.20 GiB`."""
-    texts = [
-        f"{one.name or 'process'} ({one.pid}) holds {format_bytes(one.used_bytes)}"
-        for one in card.holders
-        if one.used_bytes and one.pid != os.getpid()
-    ]
-    return f", where {' and '.join(texts)}" if texts else ""
+def open_card(index: int) -> Cuda:
+    """Card `cuda:index`, if this process can run on it."""
+    if not built_for_cards():
+        raise MisuseError(
+            rule="--device cuda needs a CUDA build of torch",
+            got="the torch installed here is built without CUDA",
+            advice="Install one from pytorch.org, or use --device cpu.",
+        )
+    card = Cuda(index)
+    card.present()  # raises if there is none
+    return card
+
+
+def built_for_cards() -> bool:
+    """Whether the torch installed here is built for CUDA (or ROCm, in its place). By its version file: no import."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return False
+    version = read_text(Path(found.origin).with_name("version.py"))
+    return not version or re.search(r"^(cuda|hip)\b[^=\n]*=\s*['\"]", version, re.MULTILINE) is not None
+
+
+def _torch() -> Any:
+    """torch, with CUDA started: its statistics cannot be asked for before."""
+    import torch
+
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    return torch
+
+
+def _present_by_torch(index: int, missing: MisuseError) -> Present:
+    """The card as CUDA shows it to this process; it does not say who else holds memory."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise missing
+    nvml.check_index(index, torch.cuda.device_count())
+    about = torch.cuda.get_device_properties(index)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+    return Present(
+        name=about.name,
+        uuid=str(getattr(about, "uuid", "")),
+        compute_capability=(about.major, about.minor),
+        total_bytes=total_bytes,
+        free_bytes=free_bytes,
+        holders=(),
+        source="torch.cuda.mem_get_info",
+    )
+
+
+def _inherited_share(index: int) -> float:
+    """The share of the card that this process may use at most, if torch tells (2.6 need not)."""
+    if index not in _inherited:
+        ask = getattr(_torch().cuda, "get_per_process_memory_fraction", None)
+        _inherited[index] = 1.0 if ask is None else ask(index)
+    return _inherited[index]

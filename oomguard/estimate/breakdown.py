@@ -15,7 +15,7 @@ from oomguard.estimate.allocator import reserved_bytes
 from oomguard.estimate.call import Count, maximum
 from oomguard.estimate.engines import cudnn
 from oomguard.estimate.moments import TERMS, Moments, Terms, evaluation_moments, training_moments
-from oomguard.estimate.passes import Pass, make_pass, piece_steps
+from oomguard.estimate.passes import Pass, border_bytes, by_layer_bytes, make_pass, piece_steps, stays_on_host
 from oomguard.estimate.place import CPU, Place
 from oomguard.spec import Spec
 
@@ -43,7 +43,7 @@ class Estimate:
     reserved_bytes: Count | None = None
     """CUDA: what `torch.cuda.max_memory_reserved` would say."""
     host_bytes: Count = 0
-    """CUDA: host memory of the input pipeline and of an offloaded optimizer state."""
+    """CUDA: host memory of the input pipeline, of an offloaded optimizer state, of a microbatch that stays there."""
     steps: Count = 0
     """Time steps that the kernel takes at once."""
     budget_bytes: int | None = None
@@ -125,5 +125,8 @@ def _largest(moments: Moments, totals: dict[str, Count]) -> tuple[Terms, Any]:
 
 
 def _host_bytes(step: Pass) -> Count:
-    loader = terms.loader_bytes(step.spec, step.candidate, pinned=True)
-    return loader + (terms.optimizer_bytes(step.spec, step.candidate) if step.candidate.offload else 0)
+    spec, candidate = step.spec, step.candidate
+    host = terms.loader_bytes(spec, candidate, pinned=True)
+    host = host + (terms.optimizer_bytes(spec, candidate) if candidate.offload else 0)
+    stays = terms.input_bytes(spec, candidate) + border_bytes(step) + by_layer_bytes(step)
+    return host + (stays if stays_on_host(step) else 0)

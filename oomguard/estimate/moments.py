@@ -3,7 +3,15 @@
 from oomguard.candidate import Candidate
 from oomguard.estimate import terms
 from oomguard.estimate.call import Count, maximum, where
-from oomguard.estimate.passes import Pass, between_bytes, border_bytes, entry_bytes, layout_copies
+from oomguard.estimate.passes import (
+    Pass,
+    between_bytes,
+    border_bytes,
+    by_layer_bytes,
+    entry_bytes,
+    layout_copies,
+    stays_on_host,
+)
 from oomguard.estimate.place import CUBLAS_HANDLES
 from oomguard.spec import Spec
 
@@ -70,9 +78,15 @@ def _standing(step: Pass) -> Terms:
         "weights": terms.weights_bytes(spec) + _cast_bytes(step),
         "optimizer": 0 if candidate.offload and place.cuda else terms.optimizer_bytes(spec, candidate),
         "workspace": _libraries(step),
-        "input": terms.input_bytes(spec, candidate),
+        "input": input_bytes(step),
         "loader": 0 if place.cuda else terms.loader_bytes(spec, candidate, pinned=False),
     }
+
+
+def input_bytes(step: Pass) -> Count:
+    """The microbatch, or only the piece of it that has come over."""
+    whole = terms.input_bytes(step.spec, step.candidate)
+    return -(-whole // step.pieces) if stays_on_host(step) else whole
 
 
 def _cast_bytes(step: Pass) -> int:
@@ -110,25 +124,33 @@ def _activations(kept: Pass, upto: int) -> Count:
     first = kept.first_trained
     # what the first trained part reads: the entry, or the output of the last frozen layer
     reads = kept.width_bytes if first else entry_bytes(kept)
-    total = reads + border_bytes(kept) + _heap_bytes(kept)
-    if kept.by_layer:  # one call's graph at a time; whole outputs of all layers, and two gradients of that size
-        whole = kept.element_bytes * terms.longest_tokens(kept.spec, kept.candidate.microbatch) * kept.spec.width
-        return total + (kept.spec.layers + 2) * whole + kept.feet[upto].kept
+    total = reads + _borders(kept) + _heap_bytes(kept)
+    if kept.by_layer:  # one call's graph at a time; whole outputs of all layers (the last becomes its own gradient)
+        return total + (0 if stays_on_host(kept) else by_layer_bytes(kept)) + kept.feet[upto].kept
     for index in range(first, upto + 1):
         total = total + kept.feet[index].kept + (between_bytes(kept, index) if index < upto else 0)
     return total
 
 
-def _all_activations(kept: Pass) -> Count:
+def _borders(step: Pass) -> Count:
+    return 0 if stays_on_host(step) else border_bytes(step)
+
+
+def _all_activations(step: Pass, kept: Pass) -> Count:
     last = len(kept.calls) - 1
-    return _activations(kept, last) + between_bytes(kept, last)
+    return _activations(kept, last) + between_bytes(kept, last) + _gathered(step, kept)
+
+
+def _gathered(step: Pass, kept: Pass) -> Count:
+    """Chunks that are kept differentiate the head at once, and hold the gradients of their outputs until the end."""
+    return kept.width_bytes - step.width_bytes if step.spec.head == "per-step" else 0
 
 
 def _forward(step: Pass, kept: Pass) -> Terms:
     """The last call's forward: everything kept, and what it needs while it runs."""
     gradients = where(_held(step), _all_gradients(step.spec), 0)
     workspace = _libraries(step) + step.feet[-1].forward
-    return {"gradients": gradients, "activations": _all_activations(kept), "workspace": workspace}
+    return {"gradients": gradients, "activations": _all_activations(step, kept), "workspace": workspace}
 
 
 def _frozen(step: Pass) -> Terms:
@@ -139,7 +161,7 @@ def _frozen(step: Pass) -> Terms:
     busiest = maximum(*(maximum(foot.kept + foot.forward, foot.inference) for foot in below))
     return {
         "gradients": where(_held(step), of_parts, 0),
-        "activations": border_bytes(step) + entry_bytes(step) + 2 * step.width_bytes,
+        "activations": _borders(step) + entry_bytes(step) + 2 * step.width_bytes,
         "workspace": _libraries(step) + busiest,
     }
 
@@ -152,7 +174,7 @@ def _loss(step: Pass, kept: Pass) -> Terms:
     """The loss: everything kept, the outputs and the loss's own buffers."""
     gradients = where(_held(step), _all_gradients(step.spec), 0)
     logits, _ = terms.logits_bytes(step.spec, _predictions(step), step.element_bytes)
-    return {"gradients": gradients, "activations": _all_activations(kept), "logits": logits}
+    return {"gradients": gradients, "activations": _all_activations(step, kept), "logits": logits}
 
 
 def _head(step: Pass, kept: Pass) -> Terms:
@@ -162,7 +184,7 @@ def _head(step: Pass, kept: Pass) -> Terms:
     _, logits = terms.logits_bytes(step.spec, _predictions(step), step.element_bytes)
     return {
         "gradients": head + where(_held(step), _all_gradients(step.spec), 0),
-        "activations": _all_activations(kept) + step.width_bytes,
+        "activations": _all_activations(step, kept) + step.width_bytes,
         "logits": logits,
     }
 
@@ -180,7 +202,7 @@ def _backward(step: Pass, kept: Pass, index: int) -> Terms:
         copies = layout_copies(step)  # of the gradient; two directions copy their halves anyway
     return {
         "gradients": new + where(_held(step), _all_gradients(step.spec), above),
-        "activations": _activations(kept, index) + step.width_bytes * (1 + copies),
+        "activations": _activations(kept, index) + _gathered(step, kept) + step.width_bytes * (1 + copies),
         "workspace": _libraries(step) + step.feet[index].backward,
     }
 

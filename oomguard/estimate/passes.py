@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from oomguard.candidate import Candidate
 from oomguard.estimate import terms
 from oomguard.estimate.call import Call, Count, Footprint, maximum, minimum, where
@@ -101,7 +103,7 @@ def _calls(spec: Spec, candidate: Candidate, place: Place, steps: Count, tokens:
             layers=layers,
             directions=1 if by_direction else spec.directions,
             element_bytes=element_bytes(candidate, place),
-            packed=spec.packed,
+            packed=spec.packs,
             input_gradient=i > 0 or (spec.vocab is not None and "embedding" not in spec.frozen),
         )
         for i in range(spec.layers // layers)
@@ -161,9 +163,46 @@ def layout_copies(step: Pass) -> Count:
 
 
 def border_bytes(step: Pass) -> Count:
-    """The states at the borders of all segments: `segments x layers x D x B x (H, and for LSTM its cell)`, fp32."""
+    """The states at the borders of segments: `borders x layers x D x B x (H, and for LSTM its cell)`, fp32."""
     spec, candidate = step.spec, step.candidate
     if candidate.window is not None:
         return 0
     state = (spec.projection or spec.hidden) + (spec.hidden if spec.cell == "lstm" else 0)
-    return (candidate.segments - 1) * candidate.microbatch * (4 * spec.layers * spec.directions * state)
+    borders = step.pieces - 1 if step.by_layer else borders_kept(candidate.segments, candidate.levels)
+    return where(candidate.recompute, borders, 0) * candidate.microbatch * (4 * spec.layers * spec.directions * state)
+
+
+def borders_kept(pieces: Count, levels: Count) -> Count:
+    """Border states alive at once: all but one with one level; with k about `k x pieces ** (1 / k)`.
+
+    >>> [borders_kept(100, levels) for levels in (1, 2, 3)]
+    [99, 18, 12]
+    """
+    two = _group(pieces, 2)
+    three = _group(pieces, 3)
+    within = _group(three, 2)
+    kept_two = _groups(pieces, two) + two - 2
+    kept_three = _groups(pieces, three) + _groups(three, within) + within - 3
+    return where(levels == 1, pieces - 1, where(levels == 2, kept_two, kept_three))
+
+
+def _group(pieces: Count, levels: int) -> Count:
+    """Pieces of one group on the highest of so many levels."""
+    size = np.ceil(np.power(np.asarray(pieces, dtype=np.float64), 1 - 1 / levels)).astype(np.int64)
+    return size if isinstance(pieces, np.ndarray) else int(size)
+
+
+def _groups(pieces: Count, size: Count) -> Count:
+    return -(-pieces // size)
+
+
+def by_layer_bytes(step: Pass) -> Count:
+    """Segments of a bidirectional model: whole outputs of all layers, and one gradient of that size if there are more
+    than one (the last output becomes its own gradient)."""
+    whole = step.element_bytes * terms.longest_tokens(step.spec, step.candidate.microbatch) * step.spec.width
+    return (step.spec.layers + (step.spec.layers > 1)) * whole if step.by_layer else 0
+
+
+def stays_on_host(step: Pass) -> bool:
+    """Whether a card sees only one piece of the microbatch at a time."""
+    return step.place.cuda and step.candidate.keep == "host"

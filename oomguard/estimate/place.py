@@ -66,7 +66,7 @@ def engine_for(spec: Spec, candidate: Candidate, place: Place) -> str:
 
     On CUDA that is cuDNN; on the CPU oneDNN for LSTM without projection or packing, otherwise PyTorch's own kernels.
     """
-    onednn = spec.cell == "lstm" and spec.projection is None and not spec.packed
+    onednn = spec.cell == "lstm" and spec.projection is None and not spec.packs
     if place.cuda:
         possible = ["cudnn", "native"]
     else:
@@ -74,7 +74,7 @@ def engine_for(spec: Spec, candidate: Candidate, place: Place) -> str:
     if candidate.engine is None:
         return possible[0]
     if candidate.engine not in possible:
-        what = "packed " * spec.packed + "projected " * bool(spec.projection) + spec.cell
+        what = "packed " * spec.packs + "projected " * bool(spec.projection) + spec.cell
         raise MisuseError(
             rule=f"On {place.device}, {what} runs on {' or '.join(possible)}",
             got=f"got --engine {candidate.engine}",

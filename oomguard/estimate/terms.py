@@ -132,7 +132,7 @@ def longest_tokens(spec: Spec, microbatch: Count) -> Count:
     >>> longest_tokens(Spec(cell="gru", lengths={10: 5, 100: 2}, packed=True), 4)
     220
     """
-    if not (spec.packed and spec.lengths):
+    if not (spec.packs and spec.lengths):
         return spec.steps * microbatch
     lengths = np.array(sorted(spec.lengths, reverse=True))
     counts = np.array([min(spec.lengths[int(length)], MAX_BATCH) for length in lengths])

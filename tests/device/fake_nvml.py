@@ -14,7 +14,7 @@ KEPT_BYTES = 400 * MIB
 
 def card(uuid: str = "GPU-aa11", **differences: Any) -> SimpleNamespace:
     """A card of 16 GiB, 400 MiB kept by the driver, all else free, not divided into parts (MIG), without faults."""
-    usual = {"name": "A", "uuid": uuid, "total": 16 * GIB, "free": 16 * GIB - KEPT_BYTES}
+    usual = {"name": "A", "uuid": uuid, "total": 16 * GIB, "free": 16 * GIB - KEPT_BYTES, "capability": (8, 0)}
     return SimpleNamespace(**{**usual, "processes": [], "parts": [], "faults": {}, **differences})
 
 
@@ -39,7 +39,7 @@ def answer(patch: pytest.MonkeyPatch, *cards: SimpleNamespace) -> None:
         "nvmlDeviceGetHandleByUUID": lambda uuid: by_uuid.get(uuid) or fail(pynvml.NVML_ERROR_NOT_FOUND),
         "nvmlDeviceGetName": lambda one: one.name,
         "nvmlDeviceGetUUID": lambda one: one.uuid,
-        "nvmlDeviceGetCudaComputeCapability": whole_only(lambda one: (8, 0), pynvml.NVML_ERROR_NOT_SUPPORTED),
+        "nvmlDeviceGetCudaComputeCapability": whole_only(lambda one: one.capability, pynvml.NVML_ERROR_NOT_SUPPORTED),
         "nvmlDeviceGetMigMode": whole_only(lambda one: [int(one.parts != [])] * 2, pynvml.NVML_ERROR_INVALID_ARGUMENT),
         "nvmlDeviceIsMigDeviceHandle": lambda one: one in parts,
         "nvmlDeviceGetMigDeviceHandleByIndex": lambda one, index: one.parts[index],

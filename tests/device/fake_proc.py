@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from oomguard.device import cpu
+from oomguard.device import limits
 from oomguard.units import GIB, MIB
 
 TOTAL_BYTES, AVAILABLE_BYTES = 64 * GIB, 60 * GIB
@@ -68,4 +68,4 @@ def group1(path: Path, limit: int = NO_LIMIT, used: int = 0, inactive: int = 0, 
 
 
 def cgroup_limits(proc: Path) -> list[int]:
-    return [limit.limit_bytes for limit in cpu.budget(proc).limits if limit.source.startswith("cgroup")]
+    return [limit.limit_bytes for limit in limits.budget(proc).limits if limit.source.startswith("cgroup")]

@@ -18,7 +18,7 @@ from device.fake_proc import (
     write,
 )
 
-from oomguard.device import cpu
+from oomguard.device import limits
 from oomguard.units import GIB, MIB
 
 # cgroups, version 2
@@ -26,7 +26,7 @@ from oomguard.units import GIB, MIB
 
 def test_a_v2_limit_binds(tmp_path: Path) -> None:
     group2(tmp_path / "cg/job", limit=2 * GIB, used=GIB)
-    found = cpu.budget(in_v2(tmp_path))
+    found = limits.budget(in_v2(tmp_path))
     assert (found.binding.name, found.binding.source) == ("memory.max", f"cgroup {tmp_path / 'cg/job'}")
 
 
@@ -34,14 +34,14 @@ def test_the_least_limit_on_the_way_up_binds(tmp_path: Path) -> None:
     group2(tmp_path / "cg/a", limit=3 * GIB, used=GIB)
     group2(tmp_path / "cg/a/b", limit=2 * GIB, used=GIB)
     group2(tmp_path / "cg/a/b/c", limit=5 * GIB, used=GIB)
-    found = cpu.budget(in_v2(tmp_path, "/a/b/c"))
+    found = limits.budget(in_v2(tmp_path, "/a/b/c"))
     assert found.limit_bytes == GIB + ANONYMOUS_BYTES
 
 
 def test_a_crowded_ancestor_binds_before_a_smaller_but_empty_group(tmp_path: Path) -> None:
     group2(tmp_path / "cg/a", limit=8 * GIB, used=7 * GIB)
     group2(tmp_path / "cg/a/b", limit=4 * GIB, used=GIB)
-    found = cpu.budget(in_v2(tmp_path, "/a/b"))
+    found = limits.budget(in_v2(tmp_path, "/a/b"))
     assert found.binding.source.endswith("cg/a")
 
 
@@ -53,7 +53,7 @@ def test_a_neighbouring_group_does_not_count(tmp_path: Path) -> None:
 
 def test_memory_high_is_a_limit_too(tmp_path: Path) -> None:
     group2(tmp_path / "cg/job", limit=3 * GIB, high=2 * GIB, used=GIB)
-    found = cpu.budget(in_v2(tmp_path))
+    found = limits.budget(in_v2(tmp_path))
     assert found.binding.name == "memory.high"
 
 
@@ -70,27 +70,27 @@ def test_the_root_group_needs_no_files(tmp_path: Path) -> None:
 
 def test_cache_that_the_kernel_drops_first_is_not_used(tmp_path: Path) -> None:
     group2(tmp_path / "cg/job", limit=2 * GIB, used=2 * GIB, inactive=GIB)
-    assert cpu.budget(in_v2(tmp_path)).left_bytes == GIB
+    assert limits.budget(in_v2(tmp_path)).left_bytes == GIB
 
 
 def test_own_libraries_are_given_back_where_the_group_counts_them(tmp_path: Path) -> None:
     group2(tmp_path / "cg/job", limit=2 * GIB, used=GIB, active=500 * MIB)
-    assert cpu.budget(in_v2(tmp_path)).limit_bytes == GIB + ANONYMOUS_BYTES + FILE_BYTES
+    assert limits.budget(in_v2(tmp_path)).limit_bytes == GIB + ANONYMOUS_BYTES + FILE_BYTES
 
 
 def test_own_libraries_are_not_given_back_twice(tmp_path: Path) -> None:
     group2(tmp_path / "cg/job", limit=2 * GIB, used=GIB, inactive=500 * MIB, active=10 * MIB)
-    assert cpu.budget(in_v2(tmp_path)).limit_bytes == GIB + 500 * MIB + ANONYMOUS_BYTES + 10 * MIB
+    assert limits.budget(in_v2(tmp_path)).limit_bytes == GIB + 500 * MIB + ANONYMOUS_BYTES + 10 * MIB
 
 
 def test_no_more_is_given_back_than_the_group_uses(tmp_path: Path) -> None:
     group2(tmp_path / "cg/job", limit=2 * GIB, used=30 * MIB)  # the process came from another group
-    assert cpu.budget(in_v2(tmp_path)).limit_bytes == 2 * GIB
+    assert limits.budget(in_v2(tmp_path)).limit_bytes == 2 * GIB
 
 
 def test_a_limit_below_what_others_use_leaves_nothing(tmp_path: Path) -> None:
     group2(tmp_path / "cg/job", high=GIB, used=3 * GIB)
-    found = cpu.budget(in_v2(tmp_path))
+    found = limits.budget(in_v2(tmp_path))
     assert (found.left_bytes, found.limit_bytes) == (0, 0)
 
 
@@ -99,7 +99,7 @@ def test_a_limit_below_what_others_use_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_v1_limit_binds(tmp_path: Path) -> None:
     group1(tmp_path / "cg/job", limit=2 * GIB, used=2 * GIB, inactive=GIB)
-    found = cpu.budget(in_v1(tmp_path))
+    found = limits.budget(in_v1(tmp_path))
     assert (found.binding.name, found.limit_bytes) == ("memory.limit_in_bytes", GIB + ANONYMOUS_BYTES)
 
 
@@ -124,7 +124,7 @@ def test_a_v1_ancestor_without_hierarchy_does_not_bind(tmp_path: Path) -> None:
 
 def test_a_v1_ancestor_out_of_sight_binds(tmp_path: Path) -> None:
     group1(tmp_path / "cg", limit=3 * GIB, used=GIB, least=2 * GIB)
-    found = cpu.budget(in_v1(tmp_path, "/"))
+    found = limits.budget(in_v1(tmp_path, "/"))
     assert (found.binding.name, found.limit_bytes) == ("hierarchical_memory_limit", GIB + ANONYMOUS_BYTES)
 
 
@@ -213,7 +213,7 @@ def test_a_group_with_a_colon_and_brackets_is_found(tmp_path: Path) -> None:
 
 def test_a_limit_counts_in_full_if_the_usage_cannot_be_read(tmp_path: Path) -> None:
     write(tmp_path / "cg/job/memory.max", f"{GIB}\n")
-    assert cpu.budget(in_v2(tmp_path)).limit_bytes == GIB
+    assert limits.budget(in_v2(tmp_path)).limit_bytes == GIB
 
 
 def test_other_file_systems_are_passed_over(tmp_path: Path) -> None:

@@ -1,157 +1,229 @@
-"""The CPU's budget but for its cgroups (test_cgroups.py). rlimits are real, in a child."""
+"""The CPU as a device, for real: each scenario in a process of its own, with real allocations."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
-from device.fake_proc import ANONYMOUS_BYTES, AVAILABLE_BYTES, DATA_BYTES, kib, machine, write
-from hypothesis import given
-from hypothesis import strategies as st
+from device.child import BIG_BYTES, PRELUDE, child, numbers
+from device.fake_proc import kib, write
 
-from oomguard.device import cpu
-from oomguard.device.budget import Budget, Limit
-from oomguard.errors import MisuseError
+from oomguard.candidate import Candidate
+from oomguard.device import proc
+from oomguard.device.cpu import Cpu, cpu_name, cpu_precisions
+from oomguard.estimate.malloc import STEADY_ENVIRONMENT
 from oomguard.units import GIB, MIB
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets the peak of a process be reset")
 
-def test_without_cgroups_free_ram_and_what_the_process_holds_of_it_is_the_budget(tmp_path: Path) -> None:
-    found = cpu.budget(machine(tmp_path))
-    assert (found.binding.name, found.limit_bytes) == ("free RAM", AVAILABLE_BYTES + ANONYMOUS_BYTES)
-
-
-def test_a_child_may_use_what_is_free_but_not_what_this_process_holds(tmp_path: Path) -> None:
-    assert cpu.budget(machine(tmp_path)).left_bytes == AVAILABLE_BYTES
+NEAR_BYTES = 8 * MIB
 
 
-def test_without_proc_the_free_ram_is_what_psutil_says(tmp_path: Path) -> None:
-    found = cpu.budget(tmp_path)
-    assert (found.binding.limit_bytes, found.binding.source) == (psutil.virtual_memory().total, "psutil.virtual_memory")
+def near(found: int, wanted: int) -> bool:
+    return abs(found - wanted) < NEAR_BYTES
 
 
-def test_without_proc_what_the_process_holds_is_counted(tmp_path: Path) -> None:
-    assert cpu.budget(tmp_path).binding.held_bytes > MIB
+# readings
 
 
-# committed bytes
+def test_the_peak_is_the_largest_even_if_it_is_given_back() -> None:
+    code = "cpu.reset(); kept = touch(); del kept; found = cpu.reading(); print(found.peak_bytes - found.now_bytes)"
+    assert near(numbers(code)[0], BIG_BYTES)
 
 
-def test_committed_bytes_are_not_limited_by_overcommit_unless_it_is_strict(tmp_path: Path) -> None:
-    proc = machine(tmp_path, more=kib({"CommitLimit": 40 * GIB, "Committed_AS": 30 * GIB}))
-    write(proc / "sys/vm/overcommit_memory", "0\n")
-    assert "overcommit" not in {limit.name for limit in cpu.budget(proc).limits}
+def test_a_reset_forgets_the_peak_before_it() -> None:
+    code = "kept = touch(); del kept; cpu.reset(); found = cpu.reading(); print(found.peak_bytes - found.now_bytes)"
+    assert near(numbers(code)[0], 0)
 
 
-def test_under_strict_overcommit_the_commit_limit_counts_less_the_kernels_reserves(tmp_path: Path) -> None:
-    proc = machine(tmp_path, more=kib({"CommitLimit": 40 * GIB, "Committed_AS": 30 * GIB}))
-    write(proc / "sys/vm/overcommit_memory", "2\n")
-    write(proc / "sys/vm/admin_reserve_kbytes", "8192\n")
-    write(proc / "sys/vm/user_reserve_kbytes", "131072\n")
-    (found,) = (limit for limit in cpu.budget(proc).limits if limit.name == "overcommit")
-    assert (found.unit, found.reach_bytes) == ("committed", 10 * GIB - 136 * MIB + DATA_BYTES)
+def test_the_runtime_is_what_was_resident_at_the_reset() -> None:
+    code = "kept = touch(); cpu.reset(); more = touch(); found = cpu.reading(); "
+    code += "print(found.now_bytes - found.runtime_bytes, found.runtime_bytes > BIG_BYTES and 1)"
+    grown_bytes, before = numbers(code)
+    assert near(grown_bytes, BIG_BYTES)
+    assert before
 
 
-PRELUDE = """
-import mmap, resource, sys
-from oomguard.device import cpu
-def left(name):
-    return next(limit for limit in cpu.budget().limits if limit.name == name).left_bytes
-def commit(size_bytes):
-    return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def test_what_is_asked_for_but_not_touched_is_committed_not_resident() -> None:
+    code = "cpu.reset(); a = cpu.reading(); kept = commit(); b = cpu.reading(); "
+    code += "print(b.committed_bytes - a.committed_bytes, b.now_bytes - a.now_bytes, b.peak_bytes - a.peak_bytes)"
+    committed_bytes, now_bytes, peak_bytes = numbers(code)
+    assert near(committed_bytes, BIG_BYTES)
+    assert near(now_bytes, 0)
+    assert near(peak_bytes, 0)
+
+
+def test_the_peak_of_committed_bytes_outlives_what_was_given_back() -> None:
+    code = "cpu.reset(); a = cpu.reading(); commit().close(); b = cpu.reading(); "
+    code += "print(b.committed_peak_bytes - a.committed_bytes, b.committed_bytes - a.committed_bytes)"
+    peak_bytes, now_bytes = numbers(code)
+    assert near(peak_bytes, BIG_BYTES)
+    assert near(now_bytes, 0)
+
+
+def test_a_reset_forgets_the_committed_peak_before_it_too() -> None:
+    code = "commit().close(); cpu.reset(); a = cpu.reading(); print(a.committed_peak_bytes - a.committed_bytes)"
+    assert near(numbers(code)[0], 0)
+
+
+def test_below_an_earlier_peak_what_is_committed_now_still_counts() -> None:
+    code = "commit(2 * BIG_BYTES).close(); cpu.reset(); a = cpu.reading(); kept = commit(); b = cpu.reading(); "
+    code += "print(b.committed_peak_bytes - a.committed_bytes)"
+    assert near(numbers(code)[0], BIG_BYTES)
+
+
+def test_without_a_reset_there_is_a_reading_all_the_same() -> None:
+    code = "found = cpu.reading(); print(found.peak_bytes, found.now_bytes, found.committed_peak_bytes, found.retries)"
+    peak_bytes, now_bytes, committed_bytes, retries = numbers(code)
+    assert peak_bytes >= now_bytes > MIB
+    assert committed_bytes > MIB
+    assert retries == 0
+
+
+def test_where_the_peak_cannot_be_reset_it_is_that_of_the_whole_life() -> None:
+    code = "from pathlib import Path; from oomguard.device import cpu as module; kept = touch(); del kept; "
+    code += "module.PROC = Path('/nowhere'); cpu.reset(); found = cpu.reading(); "
+    code += "print(found.peak_bytes - found.now_bytes)"
+    assert near(numbers(code)[0], BIG_BYTES)
+
+
+def test_without_proc_psutil_reads_the_process(tmp_path: Path) -> None:
+    found, here = proc.read_status(proc=tmp_path), proc.read_status()
+    assert found is not None
+    assert here is not None
+    assert near(found.resident_bytes, here.resident_bytes)
+    assert found.peak_bytes >= found.resident_bytes
+    assert found.committed_bytes is None
+
+
+def test_what_is_swapped_out_is_read(tmp_path: Path) -> None:
+    write(tmp_path / "self/status", kib({"VmRSS": 10 * MIB, "VmSwap": 3 * MIB}))
+    found = proc.read_status(proc=tmp_path)
+    assert found is not None
+    assert found.swapped_bytes == 3 * MIB
+
+
+# giving back
+
+
+def test_releasing_gives_back_what_glibc_keeps() -> None:
+    code = """
+blocks = [bytes(100_000) + b"x" for _ in range(2000)]
+last = bytes(100_000) + b"x"
+blocks.clear()
+before = cpu.reading().now_bytes
+cpu.release()
+print(before - cpu.reading().now_bytes)
 """
-linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts and enforces these")
+    keep = {"MALLOC_MMAP_THRESHOLD_": str(GIB), "MALLOC_TRIM_THRESHOLD_": str(GIB)}
+    assert numbers(code, **keep)[0] > 150 * MIB
 
 
-def child(code: str) -> str:
-    """What a child of its own prints: a limit set there cannot be undone."""
-    run = subprocess.run([sys.executable, "-c", PRELUDE + code], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    return run.stdout.strip()
+def test_releasing_collects_cycles() -> None:
+    code = """
+import gc
+gc.disable()
+ring = [touch()]
+ring.append(ring)
+del ring
+before = cpu.reading().now_bytes
+cpu.release()
+print(before - cpu.reading().now_bytes)
+"""
+    assert near(numbers(code)[0], BIG_BYTES)
 
 
-@linux
-@pytest.mark.parametrize("name", ["RLIMIT_DATA", "RLIMIT_AS"])
-def test_all_that_an_rlimit_leaves_can_be_committed(name: str) -> None:
-    code = f"resource.setrlimit(resource.{name}, ({GIB}, {GIB})); commit(left('{name}') // {MIB} * {MIB} - {MIB})"
-    assert child(code) == ""  # no error
+# another process
 
 
-@linux
-@pytest.mark.parametrize("name", ["RLIMIT_DATA", "RLIMIT_AS"])
-def test_no_more_than_an_rlimit_leaves_can_be_committed(name: str) -> None:
+def test_another_process_is_watched_from_outside() -> None:
+    code = PRELUDE + "kept, more = touch(), commit(2 * BIG_BYTES); print('held', flush=True); input()"
+    words = [sys.executable, "-c", code]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        found = Cpu().watch(other.pid)
+        other.communicate("\n")
+    assert found is not None
+    assert BIG_BYTES < found.resident_bytes < 2 * BIG_BYTES
+    assert found.committed_bytes is not None
+    assert found.committed_bytes > 3 * BIG_BYTES
+
+
+def test_a_process_that_has_ended_is_not_watched_though_nobody_waited_for_it() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as other:
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+        assert Cpu().watch(other.pid) is None
+
+
+def test_a_process_that_is_gone_is_not_watched() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as other:
+        pass
+    assert Cpu().watch(other.pid) is None
+
+
+# what a candidate asks for
+
+
+@pytest.mark.parametrize("allocator", [None, "steady", "expandable"])
+def test_unless_it_is_plain_the_allocator_is_steady(allocator: str | None) -> None:
+    assert Cpu().environment(Candidate(microbatch=1, allocator=allocator)) == STEADY_ENVIRONMENT  # type: ignore[arg-type]
+
+
+def test_a_plain_allocator_needs_no_environment() -> None:
+    assert Cpu().environment(Candidate(microbatch=1, allocator="plain")) == {}
+
+
+def test_the_environment_reaches_glibc() -> None:
+    code = "kept = [bytes(100_000) + b'x' for _ in range(2000)]; last = bytes(100_000) + b'x'; kept.clear(); "
+    code += "print(cpu.reading().peak_bytes - cpu.reading().now_bytes)"
+    environment = Cpu().environment(Candidate(microbatch=1))
+    assert numbers("cpu.reset(); " + code, **environment)[0] > 150 * MIB
+
+
+@pytest.mark.parametrize(("engine", "enabled"), [(None, 1), ("onednn", 1), ("native", 0)])
+def test_the_engine_is_switched_in_the_running_process(engine: str | None, enabled: int) -> None:
     code = f"""
-resource.setrlimit(resource.{name}, ({GIB}, {GIB}))
-try:
-    commit(left('{name}') + {MIB})
-except OSError as error:
-    print(error.strerror)
+import torch
+from oomguard.candidate import Candidate
+cpu.settle(Candidate(microbatch=1, engine={engine!r}, threads=1))
+print(int(torch._C._get_mkldnn_enabled()), torch.get_num_threads())
 """
-    assert child(code) == "Cannot allocate memory"
+    assert numbers(code) == [enabled, 1]
 
 
-@linux
-def test_the_soft_rlimit_is_the_one_that_counts() -> None:
-    assert child(
-        f"resource.setrlimit(resource.RLIMIT_DATA, ({GIB}, {2 * GIB})); print(cpu.budget().committed_bytes)"
-    ) == (str(GIB))
+# the processor
 
 
-@linux
-def test_of_an_address_space_what_is_mapped_besides_data_is_not_ours_to_commit() -> None:
-    code = f"resource.setrlimit(resource.RLIMIT_AS, ({GIB}, {GIB})); print(cpu.budget().committed_bytes)"
-    assert GIB // 2 < int(child(code)) < GIB
+@pytest.mark.parametrize(
+    ("flags", "precisions"),
+    [
+        ("fpu avx2", ("fp32",)),
+        ("avx512f avx512bw avx512vl avx512dq", ("fp32", "bf16")),
+        ("avx512f", ("fp32",)),
+        ("avx512bw avx512vl avx512dq avx512_bf16 avx512_fp16", ("fp32", "fp16", "bf16")),
+    ],
+)
+def test_the_flags_tell_what_the_processor_computes_in(tmp_path: Path, flags: str, precisions: tuple[str, ...]) -> None:
+    write(tmp_path / "cpuinfo", f"processor\t: 0\nflags\t\t: {flags}\nbugs\t\t:\n")
+    assert cpu_precisions(tmp_path) == precisions
 
 
-@linux
-def test_an_rlimit_leaves_the_resident_budget_alone() -> None:
-    code = f"resource.setrlimit(resource.RLIMIT_DATA, ({GIB}, {GIB})); print(cpu.budget().binding.unit)"
-    assert child(code) == "resident"
+def test_without_flags_there_is_fp32(tmp_path: Path) -> None:
+    assert cpu_precisions(tmp_path) == ("fp32",)
 
 
-@linux
-def test_what_a_process_has_written_counts_as_held() -> None:
-    code = f"""
-before = cpu.budget().limits[0].held_bytes
-kept = bytearray(b"x") * {200 * MIB}
-print(cpu.budget().limits[0].held_bytes - before)
-"""
-    assert 200 * MIB <= int(child(code)) < 210 * MIB
-
-
-def test_reading_a_budget_imports_neither_torch_nor_nvml() -> None:
-    assert child("cpu.budget(); print(sorted({'torch', 'pynvml', 'numpy'} & set(sys.modules)))") == "[]"
-
-
-# the values
-
-
-@given(st.integers(0, 100), st.integers(0, 200), st.integers(0, 200))
-def test_at_its_reach_a_process_and_all_others_just_fit_the_limit(limit: int, held: int, others: int) -> None:
-    found = Limit(
-        name="a", limit_bytes=limit, used_bytes=held + others, held_bytes=held, unit="resident", source="test"
-    )
-    assert found.reach_bytes + others == max(limit, others)
-
-
-def test_a_process_cannot_hold_more_than_is_used() -> None:
-    with pytest.raises(MisuseError, match="0 <= held <= used"):
-        Limit(name="a", limit_bytes=9, used_bytes=1, held_bytes=2, unit="resident", source="test")
-
-
-def test_a_budget_needs_a_resident_limit() -> None:
-    with pytest.raises(MisuseError, match="limit of resident bytes"):
-        Budget(device="cpu", limits=())
-
-
-# the name
+def test_bf16_is_offered_only_where_torch_takes_it() -> None:
+    code = "import torch; print(int(torch.ops.mkldnn._is_mkldnn_bf16_supported()))"
+    assert ("bf16" in Cpu().precisions()) <= int(child(code))
 
 
 def test_the_processors_name_is_read(tmp_path: Path) -> None:
     write(tmp_path / "cpuinfo", "processor\t: 0\nmodel name\t: AMD EPYC 7B13\nflags\t: fpu\n")
-    assert cpu.cpu_name(tmp_path) == "AMD EPYC 7B13"
+    assert cpu_name(tmp_path) == "AMD EPYC 7B13"
 
 
 def test_a_processor_without_a_model_name_has_a_name_still(tmp_path: Path) -> None:
     write(tmp_path / "cpuinfo", "processor\t: 0\nBogoMIPS\t: 50.00\n")
-    assert cpu.cpu_name(tmp_path) != ""
+    assert cpu_name(tmp_path) != ""

@@ -1,277 +1,232 @@
-"""A card's budget: the messages without a card, CUDA_VISIBLE_DEVICES, faults in NVML's answers, and a card itself."""
+"""A card as a device, on a card: any one that CUDA shows. Sizes are small beside a card of 4 GiB."""
 
-import os
-import subprocess
 import sys
+from collections.abc import Callable
 
-import pynvml
 import pytest
-from device.fake_nvml import KEPT_BYTES, answer, card, process
+from device.cards import COUNT, NEAR_BYTES, hold, near, one_card, two_cards
+from device.child import BIG_BYTES, child
 
-from oomguard.device import cpu, cuda
+from oomguard.candidate import Candidate
+from oomguard.device import open_device
+from oomguard.device.cuda import EXPANDABLE, MOST_CONTEXTS, Cuda
 from oomguard.errors import MisuseError
-from oomguard.units import GIB, MIB
+from oomguard.units import GIB
 
-COUNT = cuda.count()
-UUIDS = ["GPU-aa11", "GPU-ab22", "GPU-cc33"]
-
-
-def driver() -> bool:
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return False
-    pynvml.nvmlShutdown()
-    return True
-
-
-no_driver = pytest.mark.skipif(driver(), reason="an NVIDIA driver is here, so NVML loads")
-one_card = pytest.mark.skipif(COUNT < 1, reason="NVML shows no CUDA card here")
-two_cards = pytest.mark.skipif(COUNT < 2, reason="NVML shows fewer than two CUDA cards here")
+pytestmark = [pytest.mark.gpu, one_card]
 
 
 @pytest.fixture
-def plain(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """An environment that chooses no card."""
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+def no_nvml(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine on which NVML's binding cannot be imported."""
+    monkeypatch.setitem(sys.modules, "pynvml", None)
     return monkeypatch
 
 
-# without a driver
+# opening
 
 
-@no_driver
-def test_without_a_driver_the_message_says_what_is_missing_and_what_to_do() -> None:
-    with pytest.raises(MisuseError) as caught:
-        cuda.budget()
-    rule, _, advice = str(caught.value).partition("NVML could not be loaded ")
-    assert rule == "--device cuda needs an NVIDIA driver and a card, but "
-    assert (
-        advice.partition("). ")[2]
-        == "Use --device cpu, or name a card such as --device a100-80gb to plan for one that is not here."
-    )
+@pytest.mark.parametrize("name", ["cuda", "cuda:0"])
+def test_a_card_is_opened_by_its_name(name: str) -> None:
+    assert open_device(name) == Cuda(0)
 
 
-@no_driver
-def test_without_a_driver_there_are_no_cards() -> None:
-    assert COUNT == 0
+@pytest.mark.parametrize("blind", [False, True])
+def test_a_card_that_is_not_there_is_refused_with_those_that_are(monkeypatch: pytest.MonkeyPatch, blind: bool) -> None:
+    if blind:
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(MisuseError, match=f"cuda:{COUNT} must be a card that CUDA shows, but it shows {COUNT}"):
+        open_device(f"cuda:{COUNT}")
 
 
-def test_without_the_binding_the_message_says_so(plain: pytest.MonkeyPatch) -> None:
-    plain.setitem(sys.modules, "pynvml", None)
-    with pytest.raises(MisuseError, match="NVML's binding could not be imported"):
-        cuda.card_name()
+def test_opening_a_card_and_asking_its_budget_imports_no_torch() -> None:
+    code = "import sys; from oomguard.device import open_device; card = open_device('cuda'); card.budget(); "
+    code += "card.title(); card.precisions(); print('torch' in sys.modules)"
+    assert child(code) == "False"
 
 
-def test_importing_the_module_imports_neither_torch_nor_nvml() -> None:
-    code = "import sys, oomguard.device.cuda; print(sorted({'torch', 'pynvml', 'numpy'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+# the budget
 
 
-# which card
-
-
-@pytest.mark.parametrize(
-    ("setting", "shown"),
-    [
-        (None, UUIDS),
-        ("", []),
-        ("2,0", [UUIDS[2], UUIDS[0]]),
-        (" 1 , 2 ", [UUIDS[1], UUIDS[2]]),
-        ("0,2,-1,1", [UUIDS[0], UUIDS[2]]),
-        ("0,7,1", [UUIDS[0]]),
-        ("-1", []),
-        ("NoDevFiles", []),
-        ("1,1", []),
-        ("GPU-cc33,GPU-aa11", [UUIDS[2], UUIDS[0]]),
-        ("GPU-c", [UUIDS[2]]),
-        ("GPU-a", []),
-        ("GPU-cc33,0", [UUIDS[2]]),
-        ("0,GPU-cc33", [UUIDS[0]]),
-        ("MIG-dd44", ["MIG-dd44"]),
-        ("MIG-dd44,0", ["MIG-dd44"]),
-    ],
-)
-def test_cards_are_chosen_and_ordered_as_cuda_does(setting: str | None, shown: list[str]) -> None:
-    assert cuda.visible(setting, UUIDS) == shown
-
-
-def test_an_index_counts_among_the_visible_cards(plain: pytest.MonkeyPatch) -> None:
-    answer(plain, *(card(uuid) for uuid in UUIDS))
-    plain.setenv("CUDA_VISIBLE_DEVICES", "2,1")
-    assert (cuda.count(), cuda.present(0).uuid) == (2, UUIDS[2])
-
-
-@pytest.mark.parametrize("index", [2, -1])
-def test_an_index_beyond_the_cards_is_refused_with_those_there_are(plain: pytest.MonkeyPatch, index: int) -> None:
-    answer(plain, *(card(uuid) for uuid in UUIDS))
-    plain.setenv("CUDA_VISIBLE_DEVICES", "2,1")
-    with pytest.raises(
-        MisuseError, match=r"it shows 2 under CUDA_VISIBLE_DEVICES='2,1'\. Use --device cuda:0 to cuda:1"
-    ):
-        cuda.budget(index)
-
-
-def test_a_setting_that_hides_every_card_is_named(plain: pytest.MonkeyPatch) -> None:
-    answer(plain, card())
-    plain.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(MisuseError, match="there is no card under CUDA_VISIBLE_DEVICES=''"):
-        cuda.budget()
-
-
-def test_cards_of_several_kinds_are_not_guessed_at(plain: pytest.MonkeyPatch) -> None:
-    answer(plain, card(UUIDS[0], name="GTX 1080"), card(UUIDS[1], name="RTX 3090"))
-    with pytest.raises(MisuseError, match=r"there are GTX 1080 and RTX 3090.*Set CUDA_DEVICE_ORDER=PCI_BUS_ID"):
-        cuda.budget()
-
-
-@pytest.mark.parametrize(("name", "value"), [("CUDA_DEVICE_ORDER", "PCI_BUS_ID"), ("CUDA_VISIBLE_DEVICES", "GPU-aa11")])
-def test_cards_of_several_kinds_are_told_apart_by_slot_or_uuid(
-    plain: pytest.MonkeyPatch, name: str, value: str
-) -> None:
-    answer(plain, card(UUIDS[0], name="GTX 1080"), card(UUIDS[1], name="RTX 3090"))
-    plain.setenv(name, value)
-    assert cuda.card_name() == "GTX 1080"
-
-
-# how much
-
-
-def test_the_budget_is_the_card_less_what_the_driver_keeps_and_others_hold(plain: pytest.MonkeyPatch) -> None:
-    answer(plain, card(free=12 * GIB, processes=[process(4711, 3 * GIB)]))
-    assert cuda.budget().limit_bytes == 12 * GIB
-
-
-def test_what_the_driver_keeps_is_no_part_of_the_card(plain: pytest.MonkeyPatch) -> None:
-    answer(plain, card())
-    assert cuda.budget().binding.limit_bytes == 16 * GIB - KEPT_BYTES
-
-
-def test_what_this_process_holds_is_not_lost_to_it(plain: pytest.MonkeyPatch) -> None:
-    answer(plain, card(free=10 * GIB, processes=[process(os.getpid(), GIB), process(4711, 3 * GIB)]))
+def test_the_budget_is_no_more_than_the_card(cuda: Cuda) -> None:
     found = cuda.budget()
-    assert (found.limit_bytes, found.left_bytes) == (11 * GIB, 10 * GIB)
+    assert (found.device, found.binding.name) == ("cuda:0", "card memory")
+    assert GIB < found.limit_bytes <= found.binding.limit_bytes
 
 
-def test_the_source_names_who_else_holds_memory(plain: pytest.MonkeyPatch) -> None:
-    answer(plain, card(free=10 * GIB, processes=[process(os.getpid(), GIB), process(4711, 3 * GIB)]))
-    assert cuda.budget().binding.source == "NVML on A, where process (4711) holds 3.00 GiB"
+def test_what_this_process_holds_is_not_lost_to_it(cuda: Cuda) -> None:
+    before = cuda.budget()
+    kept = hold(BIG_BYTES)
+    after = cuda.budget()
+    assert near(after.limit_bytes, before.limit_bytes)
+    assert near(before.left_bytes - after.left_bytes, BIG_BYTES)
+    del kept
 
 
-def test_a_process_that_computes_and_draws_counts_once(plain: pytest.MonkeyPatch) -> None:
-    answer(plain, card(free=10 * GIB, processes=[process(os.getpid(), GIB)]))
-    assert cuda.present().own_bytes == GIB
+def test_what_a_neighbour_takes_is_lost(cuda: Cuda, neighbour: Callable[[int], None]) -> None:
+    before = cuda.budget()
+    neighbour(BIG_BYTES)
+    after = cuda.budget()
+    lost_bytes = before.limit_bytes - after.limit_bytes
+    assert BIG_BYTES - NEAR_BYTES < lost_bytes < BIG_BYTES + MOST_CONTEXTS * cuda.present().known.context_bytes
 
 
-def test_where_processes_are_not_told_apart_all_that_is_used_counts_as_taken(plain: pytest.MonkeyPatch) -> None:
-    answer(plain, card(free=10 * GIB, processes=[process(os.getpid(), None)]))
-    assert cuda.budget().limit_bytes == 10 * GIB
+def test_a_neighbour_that_leaves_gives_the_budget_back(cuda: Cuda, neighbour: Callable[[int], None]) -> None:
+    before = cuda.budget()
+    neighbour(BIG_BYTES)
+    neighbour(0)
+    assert near(cuda.budget().limit_bytes, before.limit_bytes)
 
 
-def test_where_processes_may_not_be_listed_all_that_is_used_counts_as_taken(plain: pytest.MonkeyPatch) -> None:
-    answer(plain, card(free=10 * GIB, faults={"processes": pynvml.NVML_ERROR_NO_PERMISSION}))
-    assert cuda.budget().limit_bytes == 10 * GIB
+def test_a_neighbour_is_no_part_of_what_this_process_uses(cuda: Cuda, neighbour: Callable[[int], None]) -> None:
+    before = cuda.reading()
+    neighbour(BIG_BYTES)
+    assert near(cuda.reading().now_bytes, before.now_bytes)
 
 
-def test_an_older_driver_answers_too(plain: pytest.MonkeyPatch) -> None:
-    answer(plain, card(free=10 * GIB, faults={"memory v2": pynvml.NVML_ERROR_FUNCTION_NOT_FOUND}))
-    assert cuda.budget().limit_bytes == 10 * GIB
-
-
-def test_a_card_without_memory_of_its_own_has_the_hosts_budget(plain: pytest.MonkeyPatch) -> None:
-    missing = dict.fromkeys(("memory v1", "memory v2"), pynvml.NVML_ERROR_NOT_SUPPORTED)
-    answer(plain, card(faults=missing))
-    names = [limit.name for limit in cuda.budget().limits]
-    assert names == [limit.name for limit in cpu.budget().limits]
-
-
-def test_a_card_that_is_lost_is_a_message_not_a_traceback_of_nvml(plain: pytest.MonkeyPatch) -> None:
-    lost = dict.fromkeys(("memory v1", "memory v2"), pynvml.NVML_ERROR_GPU_IS_LOST)
-    answer(plain, card(faults=lost))
-    with pytest.raises(MisuseError, match=r"NVML failed \(GPU is lost"):
-        cuda.budget()
-
-
-@pytest.mark.parametrize("setting", [None, "MIG-dd44", "GPU-aa11"])
-def test_of_a_divided_card_the_part_counts(plain: pytest.MonkeyPatch, setting: str | None) -> None:
-    answer(plain, card(parts=[card("MIG-dd44", total=5 * GIB, free=4 * GIB)]))
-    if setting is not None:
-        plain.setenv("CUDA_VISIBLE_DEVICES", setting)
-    found = cuda.present()
-    assert (found.uuid, found.free_bytes, found.compute_capability) == ("MIG-dd44", 4 * GIB, (8, 0))
-
-
-# on a card
-
-
-@pytest.mark.gpu
-@one_card
-def test_the_name_is_the_one_torch_gives() -> None:
+def test_without_nvml_the_budget_is_what_cuda_shows(cuda: Cuda, no_nvml: pytest.MonkeyPatch) -> None:
     import torch
 
-    assert cuda.card_name() == torch.cuda.get_device_name(0)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(0)
+    found = cuda.budget()
+    assert found.binding.source.startswith("torch.cuda.mem_get_info on ")
+    assert found.binding.limit_bytes == total_bytes
+    assert near(found.left_bytes, free_bytes)
+    no_nvml.undo()
+    assert cuda.budget().binding.source.startswith("NVML on ")
 
 
-@pytest.mark.gpu
-@one_card
-def test_the_compute_capability_is_the_one_torch_gives() -> None:
+def test_without_nvml_what_this_process_holds_is_not_lost_to_it(cuda: Cuda, no_nvml: pytest.MonkeyPatch) -> None:
+    before = cuda.budget()
+    kept = hold(BIG_BYTES)
+    assert near(cuda.budget().limit_bytes, before.limit_bytes)
+    del kept
+    no_nvml.undo()
+
+
+@pytest.mark.parametrize("blind", [False, True])
+def test_the_card_is_the_one_torch_shows(monkeypatch: pytest.MonkeyPatch, cuda: Cuda, blind: bool) -> None:
     import torch
 
-    assert cuda.present().compute_capability == torch.cuda.get_device_capability(0)
+    if blind:
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+    about = torch.cuda.get_device_properties(0)
+    assert (cuda.title(), cuda.present().compute_capability) == (about.name, (about.major, about.minor))
+    assert ("bf16" in cuda.precisions()) == (about.major >= 8)
 
 
-@pytest.mark.gpu
-@one_card
-def test_the_whole_card_is_what_torch_calls_its_total_memory() -> None:
-    import torch
-
-    total_bytes = torch.cuda.get_device_properties(0).total_memory
-    assert cuda.budget().binding.limit_bytes == pytest.approx(total_bytes, rel=0.02)
+# readings
 
 
-@pytest.mark.gpu
-@one_card
-def test_what_is_left_is_what_torch_calls_free() -> None:
-    import torch
+def test_the_peak_is_the_largest_even_if_it_is_given_back(cuda: Cuda) -> None:
+    hold(BIG_BYTES)
+    cuda.release()
+    found = cuda.reading()
+    assert near(found.peak_bytes - found.now_bytes, BIG_BYTES)
+    assert found.allocated_bytes is not None
+    assert found.reserved_bytes is not None
+    assert BIG_BYTES <= found.allocated_bytes <= found.reserved_bytes <= found.peak_bytes
 
-    torch.ones(1, device="cuda")  # makes the context
-    assert cuda.budget().left_bytes == pytest.approx(torch.cuda.mem_get_info(0)[0], abs=256 * MIB)
+
+def test_a_reset_forgets_the_peak_before_it(cuda: Cuda) -> None:
+    hold(BIG_BYTES)
+    cuda.release()
+    cuda.reset()
+    found = cuda.reading()
+    assert found.peak_bytes == found.now_bytes
+    assert found.allocated_bytes is not None
+    assert found.allocated_bytes < NEAR_BYTES
 
 
-@pytest.mark.gpu
-@one_card
-def test_a_tensor_on_the_card_does_not_shrink_this_processs_budget() -> None:
-    import torch
-
-    torch.ones(1, device="cuda")  # makes the context
-    before = cuda.budget().limit_bytes
-    kept = torch.ones(512 * MIB, dtype=torch.uint8, device="cuda")
-    if cuda.present().own_bytes == 0:
+def test_the_peak_counts_the_context_as_the_card_does(cuda: Cuda) -> None:
+    kept = hold(BIG_BYTES)
+    found, own_bytes = cuda.reading(), cuda.present().own_bytes
+    if not own_bytes:
         pytest.skip("NVML does not say here what this process holds")
-    assert cuda.budget().limit_bytes == pytest.approx(before, abs=256 * MIB)
-    assert kept.is_cuda
+    assert near(found.now_bytes, own_bytes)
+    assert found.runtime_bytes > 0
+    del kept
 
 
-@pytest.mark.gpu
-@one_card
-def test_there_are_as_many_cards_as_torch_shows() -> None:
+def test_without_nvml_the_context_is_what_nobody_else_uses_or_the_usual(
+    cuda: Cuda, no_nvml: pytest.MonkeyPatch
+) -> None:
+    found = cuda.reading().runtime_bytes
+    no_nvml.undo()
+    assert 0 < found <= MOST_CONTEXTS * cuda.present().known.context_bytes
+
+
+def test_where_nvml_lists_no_process_the_context_is_what_nobody_else_uses_or_the_usual(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind in ("Compute", "Graphics"):
+        monkeypatch.setattr(f"pynvml.nvmlDeviceGet{kind}RunningProcesses", lambda handle: [])
+    found = cuda.reading().runtime_bytes
+    assert cuda.present().holders == ()
+    assert 0 < found <= MOST_CONTEXTS * cuda.present().known.context_bytes
+
+
+def test_without_nvml_a_neighbour_that_is_not_listed_is_not_taken_for_the_context(
+    cuda: Cuda, neighbour: Callable[[int], None], no_nvml: pytest.MonkeyPatch
+) -> None:
+    usual_bytes = cuda.present().known.context_bytes
+    neighbour(MOST_CONTEXTS * usual_bytes)
+    assert cuda.reading().runtime_bytes == usual_bytes
+    no_nvml.undo()
+
+
+def test_committed_bytes_are_the_hosts(cuda: Cuda) -> None:
+    found = cuda.reading()
+    assert (found.committed_bytes, found.committed_peak_bytes, found.swapped_bytes) == (None, None, 0)
+
+
+# the rest
+
+
+def test_releasing_empties_the_cache(cuda: Cuda) -> None:
+    before = cuda.reading().now_bytes
+    hold(BIG_BYTES)
+    kept_bytes = cuda.reading().now_bytes - before
+    cuda.release()
+    assert near(kept_bytes, BIG_BYTES)
+    assert near(cuda.reading().now_bytes, before)
+
+
+def test_waiting_returns(cuda: Cuda) -> None:
+    hold(BIG_BYTES)
+    cuda.wait()
+
+
+@pytest.mark.parametrize(("engine", "enabled"), [(None, True), ("cudnn", True), ("native", False)])
+def test_the_engine_is_switched_in_the_running_process(cuda: Cuda, engine: str | None, enabled: bool) -> None:
     import torch
 
-    assert torch.cuda.device_count() == COUNT
+    cuda.settle(Candidate(microbatch=1, engine=engine, threads=1))  # type: ignore[arg-type]
+    found = torch.backends.cudnn.enabled
+    cuda.settle(Candidate(microbatch=1))
+    assert (found, torch.get_num_threads()) == (enabled, 1)
 
 
-@pytest.mark.gpu
+def test_the_users_settings_reach_the_allocator_with_ours() -> None:
+    own = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64", "PYTORCH_ALLOC_CONF": "max_split_size_mb:128"}
+    code = "from oomguard.device.cuda import Cuda; from oomguard.candidate import Candidate; "
+    code += "print(Cuda(0).environment(Candidate(microbatch=1, allocator='expandable'))['PYTORCH_CUDA_ALLOC_CONF'])"
+    settings = child(code, **own)
+    both = dict.fromkeys(own, settings)
+    found = child("import torch; print(torch._C._accelerator_getAllocatorSettings())", **both)
+    assert found == f"max_split_size_mb:64,{EXPANDABLE}"
+
+
 @two_cards
-def test_cards_in_another_order_are_those_that_torch_shows() -> None:
-    code = (
-        "import torch; from oomguard.device import cuda; "
-        "print(*(torch.cuda.get_device_properties(i).uuid for i in (0, 1))); "
-        "print(*(cuda.present(i).uuid.removeprefix('GPU-') for i in (0, 1)))"
-    )
-    order = {"CUDA_VISIBLE_DEVICES": "1,0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    run = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | order, capture_output=True, text=True, check=True
-    )
-    torchs, ours = run.stdout.splitlines()
-    assert torchs == ours
+def test_two_cards_are_two_devices(cuda: Cuda) -> None:
+    other = Cuda(1)
+    hold(1, 1)
+    other.reset()
+    before = other.reading()
+    other.enforce(0)
+    kept = hold(BIG_BYTES)
+    other.unlimit()
+    assert other.reading().peak_bytes == before.peak_bytes
+    assert cuda.reading().peak_bytes - other.reading().peak_bytes > BIG_BYTES // 2
+    assert cuda.present().uuid != other.present().uuid
+    del kept

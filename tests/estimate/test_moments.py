@@ -46,8 +46,13 @@ def asked(draw: st.DrawFn) -> tuple[Spec, Candidate]:
         "recompute": draw(st.booleans()),
         "offload": draw(st.booleans()),
         "workers": draw(st.integers(0, 128)),
-        draw(st.sampled_from(["segments", "window"])): draw(st.integers(1, spec.steps)),
+        draw(st.sampled_from(["segments"] if spec.bidirectional else ["segments", "window"])): draw(
+            st.integers(1, spec.steps)
+        ),
+        "levels": draw(st.integers(1, 3)),
+        "keep": draw(st.sampled_from(["device", "host"])),
     }
+    knobs["recompute"] |= spec.bidirectional
     return spec, make_candidate(spec, **knobs)
 
 

@@ -1,0 +1,159 @@
+"""Opening a device by name, what can be asked of a card without torch, and the overview of all devices."""
+
+import os
+
+import pytest
+from device.cards import BUILT, built, no_driver, not_built
+from device.child import child
+from device.fake_nvml import answer, card, process
+
+from oomguard.candidate import Candidate
+from oomguard.device import card_index, open_device
+from oomguard.device.cpu import Cpu
+from oomguard.device.cuda import EXPANDABLE, SETTINGS, Cuda
+from oomguard.device.survey import NO_CUDA, survey
+from oomguard.errors import MisuseError
+from oomguard.estimate import gpus
+from oomguard.units import GIB
+
+# by name
+
+
+def test_the_cpu_is_opened_by_its_name() -> None:
+    assert open_device("cpu") == Cpu()
+
+
+@pytest.mark.parametrize("name", ["gpu", "a100-80gb", "", "CPU"])
+def test_a_device_that_is_not_here_is_refused(name: str) -> None:
+    with pytest.raises(MisuseError, match="A run needs a device that is here: cpu, cuda or cuda:1"):
+        open_device(name)
+
+
+@pytest.mark.parametrize("name", ["cuda:", "cuda:x", "cuda:-1", "cuda:1234"])
+def test_a_card_without_a_number_is_refused(name: str) -> None:
+    with pytest.raises(MisuseError, match="takes the card's number"):
+        card_index(name)
+
+
+@not_built
+@pytest.mark.parametrize("name", ["cuda", "cuda:1"])
+def test_without_a_cuda_build_the_message_says_so(name: str) -> None:
+    with pytest.raises(MisuseError, match="needs a CUDA build of torch, but the torch installed here is built without"):
+        open_device(name)
+
+
+@built
+@no_driver
+def test_without_a_driver_the_message_says_so() -> None:
+    with pytest.raises(MisuseError, match="needs an NVIDIA driver and a card, but NVML could not be loaded"):
+        open_device("cuda")
+
+
+def test_the_build_is_known_without_importing_torch() -> None:
+    code = "import sys; from oomguard.device.cuda import built_for_cards; before = built_for_cards(); "
+    code += "print('torch' in sys.modules); import torch; print(before == (torch.backends.cuda.is_built()))"
+    assert child(code).split() == ["False", "True"]
+
+
+def test_opening_the_cpu_and_reading_it_imports_no_torch() -> None:
+    code = "import sys; from oomguard.device import open_device; cpu = open_device('cpu'); cpu.reset(); cpu.reading(); "
+    code += "cpu.budget(); cpu.enforce(1 << 40); cpu.release(); cpu.wait(); print('torch' in sys.modules)"
+    assert child(code) == "False"
+
+
+# a card without torch
+
+
+def test_a_card_is_named_and_sized_through_nvml_alone(plain: pytest.MonkeyPatch) -> None:
+    answer(plain, card(name="NVIDIA L4", free=10 * GIB, processes=[process(4711, 3 * GIB)]))
+    one = Cuda(0)
+    assert (one.name, one.torch_device, one.title()) == ("cuda:0", "cuda:0", "NVIDIA L4")
+    assert one.budget().limit_bytes == 10 * GIB
+
+
+def test_what_torch_reserved_is_not_lost_where_processes_are_not_listed(plain: pytest.MonkeyPatch) -> None:
+    answer(plain, card(free=10 * GIB))
+    assert Cuda(0).present().budget("cuda:0", 2 * GIB).limit_bytes == 12 * GIB
+
+
+def test_what_nvml_lists_and_what_torch_reserved_are_not_added_up(plain: pytest.MonkeyPatch) -> None:
+    answer(plain, card(free=10 * GIB, processes=[process(os.getpid(), 3 * GIB)]))
+    assert Cuda(0).present().budget("cuda:0", 2 * GIB).limit_bytes == 13 * GIB
+
+
+@pytest.mark.parametrize(
+    ("capability", "precisions"),
+    [((5, 2), ("fp32",)), ((7, 5), ("fp32", "fp16")), ((8, 0), ("fp32", "fp16", "bf16"))],
+)
+def test_the_capability_tells_what_a_card_computes_in(
+    plain: pytest.MonkeyPatch, capability: tuple[int, int], precisions: tuple[str, ...]
+) -> None:
+    answer(plain, card(capability=capability))
+    assert Cuda(0).precisions() == precisions
+
+
+def test_a_card_is_known_by_its_name_but_for_its_capability(plain: pytest.MonkeyPatch) -> None:
+    answer(plain, card(name="NVIDIA A100-SXM4-40GB", capability=(9, 0)))
+    known = Cuda(0).present().known
+    assert (known.name, known.context_bytes) == ("a100-40gb", gpus.CONTEXT_BYTES["from sm 9"])
+
+
+# the environment
+
+
+@pytest.mark.parametrize("allocator", [None, "plain", "steady"])
+def test_only_expandable_segments_need_an_environment(allocator: str | None) -> None:
+    assert Cuda(0).environment(Candidate(microbatch=1, allocator=allocator)) == {}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("own", "wanted"),
+    [
+        ({}, EXPANDABLE),
+        ({SETTINGS[0]: "max_split_size_mb:64"}, f"max_split_size_mb:64,{EXPANDABLE}"),
+        ({SETTINGS[1]: "max_split_size_mb:64"}, f"max_split_size_mb:64,{EXPANDABLE}"),
+        ({SETTINGS[0]: "a:1", SETTINGS[1]: "b:2"}, f"a:1,{EXPANDABLE}"),
+        ({SETTINGS[0]: "", SETTINGS[1]: "b:2"}, f"b:2,{EXPANDABLE}"),
+    ],
+)
+def test_expandable_segments_are_added_to_the_users_settings(
+    plain: pytest.MonkeyPatch, own: dict[str, str], wanted: str
+) -> None:
+    for name in SETTINGS:
+        plain.delenv(name, raising=False)
+    for name, value in own.items():
+        plain.setenv(name, value)
+    found = Cuda(0).environment(Candidate(microbatch=1, allocator="expandable"))
+    assert found == dict.fromkeys(SETTINGS, wanted)
+
+
+# all of them
+
+
+@no_driver
+def test_without_a_driver_the_survey_says_so_and_has_the_cpu() -> None:
+    found = survey()
+    assert [one.budget.device for one in found.devices] == ["cpu"]
+    assert found.note is not None
+    assert "NVML could not be loaded" in found.note
+
+
+def test_the_survey_of_cards_that_are_hidden_names_what_hides_them(plain: pytest.MonkeyPatch) -> None:
+    answer(plain, card())
+    plain.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "there is no card under CUDA_VISIBLE_DEVICES=''" in (survey().note or "")
+
+
+def test_the_survey_tells_whether_torch_can_use_the_cards(plain: pytest.MonkeyPatch) -> None:
+    answer(plain, card())
+    assert survey().note == (None if BUILT else NO_CUDA)
+
+
+def test_the_survey_has_every_card_with_its_precisions(plain: pytest.MonkeyPatch) -> None:
+    answer(plain, card("GPU-aa11"), card("GPU-bb22"))
+    assert [one.precisions for one in survey().devices[1:]] == [("fp32", "fp16", "bf16")] * 2
+
+
+def test_the_survey_imports_no_torch() -> None:
+    code = "import sys; from oomguard.device.survey import survey; survey(); print('torch' in sys.modules)"
+    assert child(code) == "False"
