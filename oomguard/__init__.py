@@ -11,13 +11,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Candidate", "Estimate", "MisuseError", "OomguardError", "Spec", "__version__", "estimate"]
+__all__ = [
+    "Candidate",
+    "Estimate",
+    "MisuseError",
+    "OomguardError",
+    "Record",
+    "Spec",
+    "Verdict",
+    "__version__",
+    "estimate",
+    "probe",
+]
 
 if TYPE_CHECKING:
-    from oomguard.api import estimate
+    from oomguard.api import estimate, probe
     from oomguard.candidate import Candidate
     from oomguard.errors import MisuseError, OomguardError
     from oomguard.estimate.breakdown import Estimate
+    from oomguard.probe.record import Record
+    from oomguard.probe.verdict import Verdict
     from oomguard.spec import Spec
 else:
     _HOME = {
@@ -25,14 +38,18 @@ else:
         "Estimate": "oomguard.estimate.breakdown",
         "MisuseError": "oomguard.errors",
         "OomguardError": "oomguard.errors",
+        "Record": "oomguard.probe.record",
         "Spec": "oomguard.spec",
+        "Verdict": "oomguard.probe.verdict",
         "estimate": "oomguard.api",
+        "probe": "oomguard.api",
     }
 
     # `oomguard.estimate` is the function, yet a subpackage has that name too, and Python would bind the name to the
     # subpackage at its first import, whenever that is. So its first import is here, where the name is given back.
-    import_module("oomguard.estimate")
-    del globals()["estimate"]
+    for name in ("estimate", "probe"):
+        import_module(f"oomguard.{name}")
+        del globals()[name]
 
     def __getattr__(name: str) -> Any:
         if name not in _HOME:

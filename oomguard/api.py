@@ -17,6 +17,8 @@ from oomguard.estimate.breakdown import Estimate, estimate_step
 from oomguard.estimate.margin import margin_bytes
 from oomguard.estimate.place import CPU, Place, on_card, resident_within
 from oomguard.presets import make_spec
+from oomguard.probe.record import Record
+from oomguard.probe.runner import Runner
 from oomguard.spec import Spec
 from oomguard.units import MAX_BYTES, format_bytes
 
@@ -52,6 +54,34 @@ def estimate(
     found = estimate_step(spec, candidate, place, training=training)
     margin = margin_bytes(found.growth_bytes, candidate, place)
     return replace(found, budget_bytes=limit_bytes, margin_bytes=margin)
+
+
+def probe(
+    spec: Spec | None = None,
+    candidate: Candidate | None = None,
+    *,
+    device: str = "cpu",
+    budget_bytes: int | None = None,
+    timeout: float = 600.0,
+    **fields: Any,
+) -> Record:
+    """Run a few real steps of one candidate in a child process, under a budget, and record what came of it.
+
+    Arguments as those of `estimate`, but the device must be here. Whatever happens to the child is a verdict; many
+    probes are cheaper in one `oomguard.probe.runner.Runner`, which keeps its child.
+
+    >>> record = probe(cell="gru", seq=20, hidden=8, batch=2, threads=1)
+    >>> record.verdict.name, record.steps
+    ('FITS', 3)
+    """
+    spec = _spec(spec, {name: value for name, value in fields.items() if name not in KNOBS})
+    found = _candidate(spec, candidate, {name: value for name, value in fields.items() if name in KNOBS})
+    if isinstance(found, Candidates):
+        raise MisuseError(
+            rule="A probe runs one candidate", got="got several", advice="Probe one after the other in a Runner."
+        )
+    with Runner(device, timeout=timeout) as runner:
+        return runner.probe(spec, found, budget_bytes=budget_bytes)
 
 
 def find_place(device: str) -> Place:

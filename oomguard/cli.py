@@ -9,13 +9,28 @@ import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
 from oomguard.checks import nearest, shown
 from oomguard.errors import MisuseError
-from oomguard.flags import CANDIDATE, JSON, SPEC, WHERE, Command, Flag, Group, read, read_budget, with_flags
+from oomguard.flags import (
+    CANDIDATE,
+    JSON,
+    LEDGER,
+    SPEC,
+    TIMEOUT,
+    WHERE,
+    Command,
+    Flag,
+    Group,
+    read,
+    read_budget,
+    read_seconds,
+    with_flags,
+)
 from oomguard.presets import PRESETS
 
 if TYPE_CHECKING:  # imported where it is used: with --json nobody waits for it
@@ -40,6 +55,16 @@ ESTIMATE_HELP = f"""Predict the peak memory of one candidate by arithmetic: no r
 {PRESET_LINES}
 
 Flags override a preset and a spec file; --no-packed and the like turn a switch of theirs off."""
+
+PROBE_HELP = """Run one candidate for a few real steps in a child process, and print its record beside its estimate.
+
+The child is held to the budget: a candidate that is too large ends in a verdict, not in a crash.
+
+[bold]Examples[/bold]
+
+- oomguard probe --model lstm --seq 2000 --batch 8
+- oomguard probe --model gru --seq 10000 --segments 50 --threads 1
+- oomguard probe --model spec.toml --device cuda --precision bf16 --budget 6GiB --json"""
 
 EVALUATE = Flag("evaluate", "", "An evaluation pass, without gradients.")
 CARDS = Flag("cards", "", "The cards that --device takes by name.")
@@ -97,6 +122,30 @@ def _estimate(*, device: str = "cpu", budget: str | None = None, json: bool = Fa
 
     advice = advise(spec, found, find_place(device))
     return Answer(_screen(lambda console: show_estimate(spec, found, limit, advice, console)), code)
+
+
+@app.command("probe", cls=Command, help=PROBE_HELP)
+@with_flags(Spec=SPEC, Candidate=CANDIDATE, Where=WHERE, Output=[TIMEOUT, LEDGER, JSON])
+def _probe(*, device: str = "cpu", budget: str | None = None, json: bool = False, **values: Any) -> Answer:
+    from oomguard.api import estimate
+    from oomguard.probe.ledger import RECORDS, Ledger
+    from oomguard.probe.runner import Runner
+    from oomguard.report import record_json, show_record
+
+    limit_bytes = None if budget is None else read_budget(budget)
+    spec, candidate = read(values)
+    ledger = Ledger(Path(values["ledger"]) / RECORDS) if "ledger" in values else None
+    if ledger is not None:
+        ledger.check()  # before the run, not after it
+    with Runner(device, timeout=read_seconds(values.get("timeout", "10min"))) as runner:
+        record = runner.probe(spec, candidate, budget_bytes=limit_bytes)
+    if ledger is not None:
+        ledger.append(record)
+    found = estimate(spec, candidate, device=device, budget_bytes=record.budget_bytes)
+    code = FITS if record.verdict.ran else DOES_NOT_FIT
+    if json:
+        return Answer(_json(record_json(record, found)), code)
+    return Answer(_screen(lambda console: show_record(record, found, console)), code)
 
 
 @app.command("devices", cls=Command, help="Show what memory this process may use here, and who says so.")

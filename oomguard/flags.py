@@ -15,7 +15,7 @@ from oomguard.checks import flag, shown
 from oomguard.errors import MisuseError
 from oomguard.presets import PRESETS, load_spec, make_spec, preset
 from oomguard.spec import Cell, Head, Loss, Nonlinearity, Optimizer, Spec
-from oomguard.units import parse_bytes
+from oomguard.units import parse_bytes, parse_seconds
 
 
 class Flag(NamedTuple):
@@ -79,6 +79,8 @@ WHERE = [
     Flag("device", "NAME", "cpu, cuda, cuda:1, or a card such as a100-80gb (cpu)."),
     Flag("budget", "SIZE", "What it may use, such as 6GiB (what is free)."),
 ]
+TIMEOUT = Flag("timeout", "SECONDS", "Give up after so long, such as 90s or 5min (10min).")
+LEDGER = Flag("ledger", "DIR", "Add the record to the ledger in that directory.")
 JSON = Flag("json", "", "One JSON document on stdout.")
 
 
@@ -210,6 +212,15 @@ def read_budget(text: str) -> int:
         return parse_bytes(text)
     except MisuseError as error:
         raise MisuseError(rule=error.rule.replace("A size", "--budget"), got=error.got, advice=error.advice) from None
+
+
+def read_seconds(text: str) -> float:
+    """The seconds of --timeout."""
+    try:
+        return parse_seconds(text)
+    except MisuseError as error:
+        rule = error.rule.replace("A duration", "--timeout")
+        raise MisuseError(rule=rule, got=error.got, advice=error.advice) from None
 
 
 def _values(flags: list[Flag], values: dict[str, Any]) -> dict[str, Any]:

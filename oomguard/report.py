@@ -1,4 +1,4 @@
-"""What the screen and the JSON of an estimate and of the devices say."""
+"""What the screen and the JSON of an estimate, of a record and of the devices say."""
 
 import textwrap
 from collections.abc import Callable, Iterable
@@ -12,8 +12,9 @@ from oomguard.device.present import Present
 from oomguard.device.survey import Seen, Survey
 from oomguard.estimate.breakdown import Estimate
 from oomguard.estimate.gpus import Card
+from oomguard.probe.record import Record
 from oomguard.spec import Spec
-from oomguard.units import format_bytes
+from oomguard.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:  # imported where it is used: with --json nobody waits for it
     from rich.console import Console
@@ -136,6 +137,64 @@ def _show_terms(estimate: Estimate, console: "Console") -> None:
             line.append(" " * (columns - len(bar)) + f"  {WORDS[name]}", style="dim")
         line.rstrip()
         console.print(line, no_wrap=True, overflow="ignore", crop=False)
+
+
+MEASURED = ("runtime", "weights", "optimizer", "input")
+"""Terms that a probe can tell apart; of the others (gradients come and go) it knows the sum."""
+
+
+def record_json(record: Record, estimate: Estimate) -> dict[str, Any]:
+    """A record beside its estimate: the keys of the estimate, and those of the record that stay."""
+    told = msgspec.to_builtins(record)
+    for name in ("spec", "candidate", "device", "engine", "terms", "budget_bytes"):
+        del told[name]
+    return {**to_json(estimate), **told, "measured_terms": record.terms}
+
+
+def show_record(record: Record, estimate: Estimate, console: "Console") -> None:
+    """Print what came of a probe, term by term beside the estimate, with the error of the estimate."""
+    say = _printer(console)
+    say(title(record.spec, estimate), "bold")
+    say("")
+    say(f"{'':<11}  {'estimate':>11}  {'measured':>11}  {'error':>7}", "dim")
+    measured = record.terms or {}
+    for name in MEASURED:
+        say(_pair(name, estimate.terms[name], measured.get(name)))
+    rest = sum(size for name, size in estimate.terms.items() if name not in MEASURED)
+    say(_pair("the rest", rest, measured["rest"] + measured["gradients"] if measured else None))
+    say(_pair("total", estimate.total_bytes, record.peak_bytes if measured else None), "bold")
+    say(f"{'budget':<11}  {'':>11}  {format_bytes(record.budget_bytes):>11}")
+    if record.committed_bytes is not None:
+        say(f"{'committed':<11}  {'':>11}  {format_bytes(record.committed_bytes):>11}")
+    say("")
+    say(f"{record.verdict.name}: {record.message}", "bold green" if record.verdict.ran else "bold red")
+    say(record.verdict.advice)
+    if record.seconds_per_step is not None and record.tokens_per_second is not None:
+        say(
+            f"{format_seconds(record.seconds_per_step)} for a step of the whole batch, "
+            f"{record.tokens_per_second:,.0f} tokens per second ({_times(record.passes, 'pass', 'es')} measured)."
+        )
+    if record.error is not None and record.verdict.value in ("BROKEN", "CRASHED"):
+        say("")
+        for line in record.error.splitlines():
+            say(line, "dim")
+
+
+def _pair(name: str, estimated_bytes: int, measured_bytes: int | None) -> str:
+    """A name, what was estimated, what was measured, and by how much the estimate is off.
+
+    >>> _pair("weights", 1100, 1000)
+    'weights         1.07 KiB       1000 B   +10.0%'
+    """
+    line = f"{name:<11}  {format_bytes(estimated_bytes):>11}"
+    if measured_bytes is None:
+        return line
+    error = f"{estimated_bytes / measured_bytes - 1:+.1%}" if measured_bytes else ""
+    return f"{line}  {format_bytes(measured_bytes):>11}  {error:>7}".rstrip()
+
+
+def _times(count: int, word: str, plural: str = "s") -> str:
+    return f"{count:,} {word}{plural if count != 1 else ''}"
 
 
 def _row(name: str, size_bytes: int) -> str:

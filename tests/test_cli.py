@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -151,8 +152,8 @@ def test_every_preset_can_be_estimated(name: str) -> None:
 
 
 def test_microbatch_and_accumulation_alone_give_the_batch(capsys: Capture) -> None:
-    made = document(capsys, f"{LSTM} --microbatch 24 --accumulation 3")
-    assert made == document(capsys, f"{LSTM} --batch 72 --microbatch 24")
+    made = document(capsys, f"{LSTM} --budget 8GiB --microbatch 24 --accumulation 3")
+    assert made == document(capsys, f"{LSTM} --budget 8GiB --batch 72 --microbatch 24")
 
 
 def test_every_field_of_a_spec_has_a_flag() -> None:
@@ -182,7 +183,8 @@ def test_every_flag_reaches_its_field(capsys: Capture) -> None:
 
 
 def test_a_number_may_have_underscores(capsys: Capture) -> None:
-    assert document(capsys, "estimate --model gru --seq 10_000") == document(capsys, "estimate --model gru --seq 10000")
+    asked = "estimate --model gru --budget 8GiB --seq"
+    assert document(capsys, f"{asked} 10_000") == document(capsys, f"{asked} 10000")
 
 
 def test_a_length_that_comes_twice_counts_twice(capsys: Capture) -> None:
@@ -295,3 +297,47 @@ def test_an_estimate_does_not_wait_for_what_it_does_not_use() -> None:
     code = f"import sys\nfrom oomguard.cli import run\nrun({LSTM.split()} + ['--json'])\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=100, text=True)
     assert not {"rich", "pydantic", "torch", "pandas"} & {*done.stdout.splitlines()[-1].split()}
+
+
+TINY = "probe --model gru --seq 30 --features 4 --hidden 8 --batch 4 --threads 1"
+
+
+def test_a_probe_prints_its_record_beside_its_estimate(capsys: Capture, tmp_path: Path) -> None:
+    found = document(capsys, f"{TINY} --ledger {tmp_path / 'new' / 'ledger'}")
+    assert {"fits", "total_bytes", "terms", "moment", "engine", "device", "candidate"} <= {*found}
+    assert found["verdict"] == "FITS"
+    assert found["peak_bytes"] == sum(found["measured_terms"].values())
+    assert found["committed_bytes"] > 0
+    assert found["tokens_per_second"] == pytest.approx(4 * 30 / found["seconds_per_step"])
+    (line,) = (tmp_path / "new/ledger/records.jsonl").read_text().splitlines()
+    assert json.loads(line)["peak_bytes"] == found["peak_bytes"]
+
+
+def test_a_probe_shows_estimate_and_measurement_side_by_side(capsys: Capture) -> None:
+    code = run(TINY.split())
+    screen = capsys.readouterr().out
+    assert code == 0
+    assert re.search(r"total +[\d.]+ MiB +[\d.]+ MiB +[+-][\d.]+%", screen)
+    assert "FITS" in screen
+    assert "tokens per second" in screen
+
+
+def test_a_probe_over_its_budget_is_an_answer_and_no_crash(capsys: Capture) -> None:
+    code = run([*TINY.split(), "--budget", "100MiB"])
+    assert code == 1
+    assert "OVER: It grew to" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--device a100-80gb", "needs a device that is here"),
+        ("--timeout never", "--timeout must be"),
+        ("--timeout 0", "--timeout must be"),
+        ("--ledger /proc/nowhere", "A ledger must be"),
+        ("--evaluate", "takes only options that it knows"),
+    ],
+)
+def test_a_probe_that_cannot_be_is_refused(capsys: Capture, words: str, told: str) -> None:
+    assert run([*TINY.split(), *words.split()]) == 2
+    assert told in capsys.readouterr().err

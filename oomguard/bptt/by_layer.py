@@ -1,5 +1,6 @@
 """Segments of a bidirectional model: each direction of each layer on its own, whole outputs between the layers."""
 
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -25,11 +26,8 @@ class Direction:
     """Of the outputs below, if there are any: filled as pieces are done."""
     leaf: Tensor | None = None
 
-    def advance(self, i: int, state: State | None) -> State:
-        return self._run(i, state)[1]
-
     def ends(self, i: int, state: State | None) -> tuple[list[tuple[Tensor, Tensor]], State]:
-        outputs, after = self._run(i, state)
+        outputs, after = self.advance(i, state)
         width = outputs.shape[-1]
         gradient = self.run.cut(self.gradients, i)[..., self.direction * width :][..., :width]
         return [(outputs, gradient.to(outputs.dtype))] if outputs.requires_grad else [], after
@@ -41,7 +39,8 @@ class Direction:
             )
         self.leaf = None
 
-    def _run(self, i: int, state: State | None) -> tuple[Tensor, State]:
+    def advance(self, i: int, state: State | None) -> tuple[Tensor, State]:
+        """Outputs of piece `i`, and the state after it."""
         run, model, lengths = self.run, self.run.model, self.run.lengths(i)
         with run.computing(), run.dice.roll((self.layer, i)):
             if self.below is None:
@@ -57,6 +56,13 @@ class Direction:
 
 def by_layer(run: Run) -> None:
     """A bidirectional model: layer by layer, since each direction reads all that both directions below it gave."""
+    with warnings.catch_warnings():
+        # cuDNN wants the weights of a call side by side; one direction's are not, and are copied for each call
+        warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
+        _all_layers(run)
+
+
+def _all_layers(run: Run) -> None:
     outputs, borders = _outputs_by_layer(run)
     gradients = outputs.pop()
     for i in range(run.pieces):
@@ -103,7 +109,7 @@ def _outputs_by_layer(run: Run) -> tuple[list[Tensor], Borders]:
             for i in _order(run, direction):
                 borders[layer, direction, i] = moved(state, run.home)
                 with torch.no_grad():
-                    piece, state = track._run(i, state)
+                    piece, state = track.advance(i, state)
                 if whole is None:
                     shape = (*run.batch.inputs.shape[:2], model.spec.width)
                     whole = torch.empty(shape, dtype=piece.dtype, device=run.home)

@@ -12,15 +12,10 @@ from oomguard.model import State
 
 
 class Track(Protocol):
-    """Something recurrent that can be gone through piece by piece."""
-
-    run: Run
-
-    def advance(self, i: int, state: State | None) -> State:
-        """The state after piece `i`."""
+    """Something recurrent that can be differentiated piece by piece."""
 
     def ends(self, i: int, state: State | None) -> tuple[list[tuple[Tensor, Tensor]], State]:
-        """The same with its graph, and what its backward starts from: tensors with their gradients."""
+        """Run piece `i` with its graph: what backward starts from (tensors with gradients), and the state after it."""
 
     def done(self, i: int) -> None:
         """Piece `i` has been differentiated."""
@@ -33,6 +28,7 @@ class Stack:
     run: Run
 
     def advance(self, i: int, state: State | None) -> State:
+        """The state after piece `i`."""
         run = self.run
         with run.computing(), run.dice.roll(i):
             return run.model.advance(run.inputs(i), state, run.lengths(i))[1]
@@ -52,7 +48,7 @@ class Stack:
 
 
 def descend(
-    track: Track, pieces: range, before: State | None, after_gradients: list[Tensor | None], levels: int
+    track: Stack, pieces: range, before: State | None, after_gradients: list[Tensor | None], levels: int
 ) -> list[Tensor | None]:
     """Differentiate some pieces, given the gradient of the state after them; returns that of the state before.
 

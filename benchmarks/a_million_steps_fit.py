@@ -1,0 +1,42 @@
+"""Claim: a sequence of 1,000,000 steps trains one exact step on the CPU within 1 GiB resident, libraries included.
+
+    python benchmarks/a_million_steps_fit.py
+
+Both ways are probed in a child process that may use 1 GiB: the plain step, which must not fit (or the case would not
+be hard), and the same step in exact segments.
+"""
+
+import json
+import sys
+from typing import Any
+
+from oomguard.candidate import make_candidate
+from oomguard.probe.runner import Runner
+from oomguard.spec import Spec
+from oomguard.units import GIB, format_bytes, format_seconds
+
+SPEC = Spec(cell="lstm", seq=1_000_000, features=4, hidden=32, layers=1, batch=1)
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "1,000 segments": {"segments": 1000},
+    "1,000 segments, 2 levels": {"segments": 1000, "levels": 2},
+}
+
+
+def main() -> None:
+    verdicts, result = [], {"claim": "a_million_steps_fit", "budget_bytes": GIB}
+    with Runner("cpu", timeout=1200, seconds=1) as runner:
+        for way, knobs in WAYS.items():
+            record = runner.probe(SPEC, make_candidate(SPEC, threads=1, **knobs), budget_bytes=GIB)
+            verdicts.append(record.verdict.ran)
+            peak = format_bytes(record.peak_bytes or 0)
+            seconds = "" if record.seconds_per_step is None else format_seconds(record.seconds_per_step)
+            print(f"{way:<28} {record.verdict.name:<6} {peak:>12}  {seconds}", flush=True)
+            result[way] = {"verdict": record.verdict.name, "peak_bytes": record.peak_bytes}
+            result[way] |= {"seconds_per_step": record.seconds_per_step}
+    print(json.dumps(result))
+    sys.exit(verdicts != [False, True, True])
+
+
+if __name__ == "__main__":
+    main()

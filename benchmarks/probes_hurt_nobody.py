@@ -1,0 +1,88 @@
+"""Claim: 100 probes of random candidates, a third of them far over budget, all return a verdict and leave nothing.
+
+    python benchmarks/probes_hurt_nobody.py [COUNT]
+
+The budget is 640 MiB for the whole child. Asserted: no exception, no process left over, the parent grows by at most
+20 MiB, and every candidate whose estimate is far over the budget is caught (OOM or OVER) while every other one gets
+the verdict that its own peak deserves.
+"""
+
+import json
+import random
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+import psutil
+
+from oomguard.candidate import Candidate, make_candidate
+from oomguard.estimate.breakdown import estimate_step
+from oomguard.presets import make_spec
+from oomguard.probe.runner import Runner
+from oomguard.spec import Spec
+from oomguard.units import MIB
+
+BUDGET_BYTES = 640 * MIB
+FAR = 3
+"""Far over budget: the estimated growth is at least so many times what the budget leaves over the runtime."""
+MOST_GROWTH_BYTES = 20 * MIB
+
+
+def draw(dice: random.Random, *, far: bool) -> tuple[Spec, Candidate]:
+    """A random spec and candidate, far over the budget or not."""
+    while True:
+        fields: dict[str, Any] = {
+            "cell": dice.choice(["rnn", "gru", "lstm"]),
+            "seq": dice.choice([50, 200, 500, 2000, 20_000] if far else [20, 50, 100, 200, 400]),
+            "features": dice.choice([4, 32]),
+            "hidden": dice.choice([16, 64, 128, 256]),
+            "layers": dice.choice([1, 2, 3]),
+            "batch": dice.choice([4, 16, 64, 256]),
+            "bidirectional": dice.random() < 0.2,
+            "head": dice.choice(["per-step", "last-step"]),
+        }
+        spec = make_spec(fields)
+        knobs = {"microbatch": dice.randint(1, spec.batch), "segments": dice.choice([1, 1, 4, 16])}
+        candidate = make_candidate(spec, threads=1, **knobs)
+        found = estimate_step(spec, candidate)
+        times = found.growth_bytes / (BUDGET_BYTES - found.terms["runtime"])
+        if (times >= FAR) if far else (times < 0.5 and spec.steps * candidate.microbatch < 20_000):
+            return spec, candidate
+
+
+def resident_bytes() -> int:
+    return psutil.Process().memory_info().rss
+
+
+def main() -> None:
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 100
+    dice = random.Random(0)
+    verdicts: Counter[tuple[str, str]] = Counter()
+    wrong, before, began = [], 0, time.monotonic()
+    with Runner("cpu", timeout=120, seconds=0.2) as runner:
+        for number in range(count):
+            far = number % 3 == 2
+            spec, candidate = draw(dice, far=far)
+            record = runner.probe(spec, candidate, budget_bytes=BUDGET_BYTES)
+            kind = "far over" if far else "within"
+            verdicts[kind, record.verdict.name] += 1
+            if record.verdict.name not in (("OOM", "OVER") if far else ("FITS",)):
+                wrong.append((spec, candidate, record.verdict.name, record.message))
+            if number == 4:  # by then everything that the parent imports is imported
+                before = resident_bytes()
+    growth_bytes = resident_bytes() - before
+    left = [one.pid for one in psutil.Process().children(recursive=True)]
+
+    for (kind, name), times in sorted(verdicts.items()):
+        print(f"{kind:<10} {name:<12} {times:>4}")
+    for one in wrong:
+        print(*one)
+    result = {"claim": "probes_hurt_nobody", "probes": count, "processes_left": len(left)}
+    result |= {"parent_growth_bytes": growth_bytes, "seconds": round(time.monotonic() - began, 1), "wrong": len(wrong)}
+    print(json.dumps(result))
+    sys.exit(bool(left or wrong or growth_bytes > MOST_GROWTH_BYTES))
+
+
+if __name__ == "__main__":
+    main()

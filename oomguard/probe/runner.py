@@ -1,0 +1,263 @@
+"""Runner: probes candidates in a child process. Start, limit, watch, judge, reap.
+
+Whatever happens in the child (it runs out of memory, crashes, hangs, is killed), a record comes of it, and the next
+probe works. One child serves probe after probe for as long as it is as good as new.
+"""
+
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from signal import Signals
+from types import TracebackType
+from typing import IO, Self
+
+import msgspec
+
+from oomguard.candidate import Candidate
+from oomguard.device import Device, open_device
+from oomguard.errors import MisuseError
+from oomguard.probe.record import Answer, Measured, Record, Request, check_seconds, make_record
+from oomguard.probe.verdict import Verdict, judge, judge_exit
+from oomguard.spec import Spec
+from oomguard.units import format_bytes, format_seconds
+
+POLL_SECONDS = 0.02
+"""How often the child's memory is looked at while it works."""
+REAP_SECONDS = 30.0
+"""How long to wait for the end of a killed child: freeing a card can take seconds."""
+TAIL_BYTES = 8192
+"""What is kept of a child's last words."""
+CHILD_ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "24"}
+"""Unless the user has set it. oneDNN keeps the last 1024 kernels it made, about 0.1 MiB each: a child would grow with
+every new shape. A step uses 8 to 22 of them, whatever the number of layers."""
+_START = """\
+import sys; sys.path.insert(0, {root!r}); import oomguard; sys.path[:] = {path!r}
+from oomguard.probe.child import main; main({pid}, {tied})"""
+"""What a child runs: this very package, wherever it is, and everything else from where this process has it."""
+
+
+class Runner:
+    """Probes candidates on one device, one after the other. Close it, or use it as a context, to end its child.
+
+    The budget is what the device leaves free when the runner is made, unless a probe is given another.
+
+    >>> Runner("cpu").pid is None
+    True
+    """
+
+    def __init__(self, device: str = "cpu", *, timeout: float = 120.0, seconds: float = 3.0) -> None:
+        check_seconds("The time limit of a probe", timeout)
+        check_seconds("The seconds to measure", seconds)
+        self.device = open_device(device)
+        self.budget = self.device.budget()
+        self.timeout, self.seconds = timeout, seconds
+        self._host_bytes = open_device("cpu").budget().left_bytes  # what a child may use there while it runs on a card
+        self._child: _Child | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the child; None if there is none."""
+        return None if self._child is None else self._child.process.pid
+
+    def probe(
+        self,
+        spec: Spec,
+        candidate: Candidate,
+        *,
+        budget_bytes: int | None = None,
+        committed_bytes: int | None = None,
+        timeout: float | None = None,
+    ) -> Record:
+        """Run a few real steps of a candidate, and record what came of it, whatever that is."""
+        timeout = self.timeout if timeout is None else timeout
+        check_seconds("The time limit of a probe", timeout)
+        request = Request(
+            spec=spec,
+            candidate=candidate,
+            device=self.device.name,
+            budget_bytes=max(1, self.budget.left_bytes) if budget_bytes is None else budget_bytes,
+            committed_bytes=self.budget.committed_bytes if committed_bytes is None else committed_bytes,
+            seconds=self.seconds,
+        )
+        began = datetime.now(UTC)
+        try:
+            measured = self._watch(self._ready(request), request, timeout)
+            if not (isinstance(measured, Answer) and measured.fresh):
+                self.close()
+        except MisuseError as error:  # the device does not have the engine
+            measured = Measured(verdict=judge(error), message=str(error))
+        except BaseException:  # Ctrl-C too
+            self.close()
+            raise
+        return make_record(request, measured, began)
+
+    def close(self) -> None:
+        """End the child, if there is one, and wait for its end."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _ready(self, request: Request) -> "_Child":
+        """The child we have, if it lives, was started the way the candidate needs, and has loaded no other kernels.
+
+        What is loaded stays: oneDNN's LSTM takes 11 MiB that would count in the peak of PyTorch's own.
+        """
+        environment, child = self.device.environment(request.candidate), self._child
+        kind = (environment, request.engine, request.candidate.precision)
+        if child is None or child.kind != kind or child.process.poll() is not None:
+            self.close()
+            child = self._child = _Child(environment, kind)
+        return child
+
+    def _watch(self, child: "_Child", request: Request, timeout: float) -> Measured:
+        """Send the request, and look at the child until it answers, ends, grows too large or takes too long."""
+        deadline = time.monotonic() + timeout
+        on_cpu = request.device == "cpu"
+        limit_bytes = request.budget_bytes if on_cpu else self._host_bytes
+        seen = _Seen()
+        child.send(msgspec.json.encode(request) + b"\n")
+        while (line := child.wait(POLL_SECONDS)) is None:
+            seen.look(self.device, child.process.pid)
+            if seen.resident_bytes > limit_bytes:
+                what = f"It grew to {format_bytes(seen.resident_bytes)}, over its {format_bytes(limit_bytes)}"
+                return seen.told(Verdict.OVER, f"{what} of host memory, and was ended.", child.end(), on_cpu=on_cpu)
+            if time.monotonic() > deadline:
+                what = f"It was not done after {format_seconds(timeout)}, and was ended."
+                return seen.told(Verdict.TIMEOUT, what, child.end(), on_cpu=on_cpu)
+        if not line:
+            code = child.ended()
+            words = child.end()
+            return seen.told(judge_exit(code, words), _exit_message(code), words, on_cpu=on_cpu)
+        answer = msgspec.json.decode(line, type=Answer)
+        committed_bytes = max(answer.committed_bytes or 0, seen.committed_bytes) if on_cpu else None
+        return msgspec.structs.replace(answer, committed_bytes=committed_bytes or None)
+
+
+class _Seen:
+    """The most that was seen of a child's memory from outside."""
+
+    resident_bytes = 0
+    committed_bytes = 0
+
+    def look(self, device: Device, pid: int) -> None:
+        now = device.watch(pid)
+        if now is not None:
+            self.resident_bytes = max(self.resident_bytes, now.resident_bytes)
+            self.committed_bytes = max(self.committed_bytes, now.committed_bytes or 0)
+
+    def told(self, verdict: Verdict, message: str, words: str, *, on_cpu: bool) -> Measured:
+        """What can be told of a child that did not answer."""
+        return Measured(
+            verdict=verdict,
+            message=message,
+            error=words or message,
+            peak_bytes=(self.resident_bytes or None) if on_cpu else None,
+            committed_bytes=(self.committed_bytes or None) if on_cpu else None,
+        )
+
+
+class _Child:
+    """A child process with its pipes. It ends with `end()`, when it is forgotten, or when this process ends."""
+
+    def __init__(self, environment: dict[str, str], kind: object) -> None:
+        self.kind = kind
+        own = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+        self.stderr = tempfile.TemporaryFile()  # noqa: SIM115  a pipe that nobody reads would fill up
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _program()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.stderr,
+            env=CHILD_ENVIRONMENT | own | environment,
+            bufsize=0,
+        )
+        self._end = weakref.finalize(self, _reap, self.process, self.stderr, os.getpid())
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self._requests, self._answers = self.process.stdin.fileno(), self.process.stdout.fileno()
+        os.set_blocking(self._requests, False)  # a child that does not read must not hold us up
+        self._unsent = self._unread = b""
+
+    def send(self, line: bytes) -> None:
+        """Hand over a request: what the pipe does not take now goes while we wait."""
+        os.lseek(self.stderr.fileno(), 0, os.SEEK_SET)  # the child's place in the file is ours: it starts anew as well
+        self.stderr.truncate(0)
+        self._unsent += line
+
+    def wait(self, seconds: float) -> bytes | None:
+        """The answer, if it is complete within that time; empty if the child has ended; None if it goes on."""
+        poll = select.poll()
+        poll.register(self._answers, select.POLLIN)
+        if self._unsent:
+            poll.register(self._requests, select.POLLOUT)
+        ready = dict(poll.poll(seconds * 1000))
+        if self._requests in ready:
+            try:
+                self._unsent = self._unsent[os.write(self._requests, self._unsent) :]
+            except BrokenPipeError:  # it has ended: its answers end too
+                self._unsent = b""
+        if self._answers not in ready:
+            return None
+        read = os.read(self._answers, 1 << 16)
+        line, newline, self._unread = (self._unread + read).partition(b"\n")
+        if newline or not read:
+            return line if newline else b""
+        self._unread = line
+        return None
+
+    def ended(self) -> int:
+        """The exit code of a child that has closed its pipe: negative for a signal."""
+        return self.process.wait(REAP_SECONDS)
+
+    def end(self) -> str:
+        """Kill it, wait for it, and return its last words."""
+        return self._end() or ""
+
+
+def _program() -> str:
+    return _START.format(
+        root=str(Path(__file__).parents[2]),
+        path=[str(place) for place in sys.path],
+        pid=os.getpid(),
+        tied=threading.current_thread() is threading.main_thread(),
+    )
+
+
+def _reap(process: "subprocess.Popen[bytes]", stderr: IO[bytes], owner: int) -> str:
+    """Kill, wait, close. Not in a process that was forked from ours: it is not its child."""
+    if os.getpid() != owner:
+        return ""
+    process.kill()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(REAP_SECONDS)
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+    with stderr:
+        size = os.fstat(stderr.fileno()).st_size
+        return os.pread(stderr.fileno(), TAIL_BYTES, max(0, size - TAIL_BYTES)).decode(errors="replace").strip()
+
+
+def _exit_message(code: int) -> str:
+    if code >= 0:
+        return f"The process ended with exit code {code} and no answer."
+    try:
+        return f"The process was ended by {Signals(-code).name}."
+    except ValueError:  # a real-time signal
+        return f"The process was ended by signal {-code}."

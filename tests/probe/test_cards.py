@@ -1,0 +1,130 @@
+"""Probes on a CUDA card, whichever is there."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from probe.probing import is_running, one_thread
+
+from oomguard.device import open_device
+from oomguard.probe.runner import Runner
+from oomguard.probe.sample import random_microbatch
+from oomguard.probe.verdict import Verdict
+from oomguard.spec import Spec
+from oomguard.step import prepare, step
+from oomguard.units import MIB
+
+pytestmark = pytest.mark.gpu
+
+LSTM = Spec(cell="lstm", seq=500, features=64, hidden=256, batch=32)
+"""Some 300 MiB over the context."""
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[Runner]:
+    with Runner("cuda", timeout=100, seconds=1) as found:
+        yield found
+
+
+def test_a_record_has_what_the_card_showed(runner: Runner) -> None:
+    record = runner.probe(LSTM, one_thread(LSTM))
+    assert (record.verdict, record.engine, record.device) == (Verdict.FITS, "cudnn", "cuda:0")
+    assert record.peak_bytes is not None
+    assert record.runtime_bytes is not None
+    assert record.allocated_bytes is not None
+    assert record.reserved_bytes is not None
+    assert 200 * MIB < record.allocated_bytes <= record.reserved_bytes
+    assert record.peak_bytes == record.runtime_bytes + record.reserved_bytes
+    assert record.committed_bytes is None
+    assert record.terms is not None
+    assert record.terms["weights"] == record.terms["gradients"] > 3 * MIB
+    assert record.terms["input"] == 500 * 32 * (64 + 1) * 4
+    assert record.seconds_per_step is not None
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_half_precision_needs_less(runner: Runner, precision: str) -> None:
+    if precision not in open_device("cuda").precisions():
+        pytest.skip(f"this card does not compute in {precision}")
+    full, half = (runner.probe(LSTM, one_thread(LSTM, precision=one)) for one in ("fp32", precision))
+    assert half.verdict is Verdict.FITS
+    assert half.allocated_bytes is not None
+    assert full.allocated_bytes is not None
+    assert half.allocated_bytes < full.allocated_bytes
+
+
+@pytest.mark.parametrize("knobs", [{"segments": 10}, {"microbatch": 8}, {"segments": 10, "keep": "host"}], ids=str)
+def test_pieces_need_less(runner: Runner, knobs: dict[str, Any]) -> None:
+    whole, pieces = runner.probe(LSTM, one_thread(LSTM)), runner.probe(LSTM, one_thread(LSTM, **knobs))
+    assert pieces.verdict is Verdict.FITS
+    assert pieces.allocated_bytes is not None
+    assert whole.allocated_bytes is not None
+    assert pieces.allocated_bytes < whole.allocated_bytes / 2
+
+
+def test_inputs_kept_in_host_memory_take_none_of_the_card(runner: Runner) -> None:
+    record = runner.probe(LSTM, one_thread(LSTM, segments=10, keep="host"))
+    assert record.terms is not None
+    assert record.terms["input"] == 0
+
+
+def test_a_record_does_not_depend_on_what_ran_before(runner: Runner) -> None:
+    before = runner.probe(LSTM, one_thread(LSTM))
+    for knobs in ({"microbatch": 4}, {"segments": 7}, {"microbatch": 16}):
+        assert runner.probe(LSTM, one_thread(LSTM, **knobs)).verdict is Verdict.FITS
+    after = runner.probe(LSTM, one_thread(LSTM))
+    assert after.peak_bytes == pytest.approx(before.peak_bytes, rel=0.01)
+    assert after.allocated_bytes == before.allocated_bytes
+
+
+def test_a_probe_reserves_what_training_reserves(runner: Runner) -> None:
+    spec = Spec(cell="lstm", seq=200, vocab=20_000, hidden=512, batch=32)  # large weights between large activations
+    candidate = one_thread(spec, microbatch=16)
+    record = runner.probe(spec, candidate)
+    training, dice = prepare(spec, candidate, "cuda:0"), torch.Generator(device="cuda:0").manual_seed(0)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(4):
+        step(training, (random_microbatch(spec, 16, dice) for _ in range(2)), targets=1)
+    assert record.reserved_bytes == pytest.approx(torch.cuda.max_memory_reserved(), rel=0.02)
+    del training
+    torch.cuda.empty_cache()
+
+
+def test_memory_that_is_refused_is_an_oom_and_the_next_probe_works(runner: Runner) -> None:
+    enough = runner.probe(LSTM, one_thread(LSTM))
+    assert enough.peak_bytes is not None
+    record = runner.probe(LSTM, one_thread(LSTM), budget_bytes=enough.peak_bytes - 100 * MIB)
+    assert record.verdict is Verdict.OOM
+    assert "out of memory" in record.message
+    assert record.peak_bytes is not None
+    assert record.peak_bytes <= record.budget_bytes
+    assert runner.probe(LSTM, one_thread(LSTM)).verdict is Verdict.FITS
+
+
+def test_between_what_fits_and_what_does_not_lies_what_is_strained(runner: Runner) -> None:
+    enough = runner.probe(LSTM, one_thread(LSTM))
+    assert enough.peak_bytes is not None
+    budget_bytes, record = enough.peak_bytes, enough
+    while record.verdict is Verdict.FITS:
+        budget_bytes -= 2 * MIB  # the allocator takes no less at once
+        record = runner.probe(LSTM, one_thread(LSTM), budget_bytes=budget_bytes)
+    assert record.verdict is Verdict.STRAINED
+    assert record.retries > 0
+
+
+def test_a_sequence_too_long_for_cudnn_is_unsupported_and_segments_cure_it(runner: Runner) -> None:
+    spec = Spec(cell="gru", seq=70_000, features=4, hidden=16, layers=1, batch=1)
+    record = runner.probe(spec, one_thread(spec))
+    assert record.verdict is Verdict.UNSUPPORTED
+    assert "NOT_SUPPORTED" in record.message
+    assert runner.probe(spec, one_thread(spec, segments=2)).verdict is Verdict.FITS
+
+
+def test_a_probe_that_takes_too_long_is_ended(runner: Runner) -> None:
+    with Runner("cuda") as slow:
+        record = slow.probe(LSTM, one_thread(LSTM), timeout=0.5)
+        assert slow.pid is None or not is_running(slow.pid)
+    assert record.verdict is Verdict.TIMEOUT
+    assert record.seconds < 10

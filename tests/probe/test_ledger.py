@@ -1,0 +1,141 @@
+"""The ledger: survives torn lines, several writers, readers at any time, and kill -9."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import pytest
+from probe.probing import TINY, one_thread
+
+from oomguard.errors import MisuseError
+from oomguard.probe.ledger import Ledger
+from oomguard.probe.record import Measured, Record, Request, make_record
+from oomguard.probe.verdict import Verdict
+from oomguard.units import GIB
+
+ROOT = str(Path(__file__).parents[2])
+WRITE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import msgspec
+from oomguard.probe.ledger import Ledger
+from oomguard.probe.record import Record
+record, ledger = msgspec.json.decode(sys.argv[3], type=Record), Ledger(sys.argv[2])
+for number in range(int(sys.argv[4])):
+    ledger.append(msgspec.structs.replace(record, message=f"{sys.argv[5]} {number} " + "x" * 20_000))
+"""
+"""Writes so many records of 20 kB, which is more than a page and more than a pipe's atomic write."""
+
+
+def record(message: str = "It fits.") -> Record:
+    request = Request(spec=TINY, candidate=one_thread(TINY), device="cpu", budget_bytes=GIB)
+    found = Measured(verdict=Verdict.FITS, message=message, peak_bytes=1 << 28, seconds_per_step=0.5, steps=1)
+    return make_record(request, found, datetime.now(UTC))
+
+
+def writer(path: Path, count: int, name: str) -> "subprocess.Popen[bytes]":
+    words = [sys.executable, "-c", WRITE, ROOT, str(path), msgspec.json.encode(record()).decode(), str(count), name]
+    return subprocess.Popen(words)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "searches" / "of today" / "ledger.jsonl"
+
+
+def test_what_was_appended_is_read_in_its_order(path: Path) -> None:
+    ledger = Ledger(path)
+    written = [record(f"Number {number}\nof several.") for number in range(5)]
+    for one in written:
+        ledger.append(one)
+    assert Ledger(path).read() == written
+
+
+def test_a_ledger_that_is_not_there_is_empty(path: Path) -> None:
+    assert Ledger(path).read() == []
+
+
+@pytest.mark.parametrize("kept", [1, 100, -1])
+def test_a_torn_last_line_is_left_out_and_named(path: Path, kept: int) -> None:
+    ledger = Ledger(path)
+    ledger.append(record("whole"))
+    with path.open("ab") as file:
+        file.write(msgspec.json.encode(record("torn"))[:kept])
+    with pytest.warns(UserWarning, match=r"ledger\.jsonl, line 2"):
+        found = ledger.read()
+    assert [one.message for one in found] == ["whole"]
+
+
+def test_writing_goes_on_after_a_torn_line(path: Path) -> None:
+    ledger = Ledger(path)
+    ledger.append(record("first"))
+    with path.open("ab") as file:
+        file.write(b'{"verdict": "FI')
+    ledger.append(record("third"))
+    with pytest.warns(UserWarning, match=r"ledger\.jsonl, line 2"):
+        found = ledger.read()
+    assert [one.message for one in found] == ["first", "third"]
+
+
+@pytest.mark.parametrize("junk", [b"\x00" * 50, b"\xff\xfe", b"{}", b'{"verdict": "MAYBE"}', b"null"])
+def test_a_line_that_is_no_record_is_left_out_and_named(path: Path, junk: bytes) -> None:
+    ledger = Ledger(path)
+    ledger.append(record("first"))
+    with path.open("ab") as file:
+        file.write(junk + b"\n")
+    ledger.append(record("third"))
+    with pytest.warns(UserWarning, match=r"ledger\.jsonl, line 2"):
+        found = ledger.read()
+    assert [one.message for one in found] == ["first", "third"]
+
+
+def test_two_writers_at_once_and_a_reader_disturb_nobody(path: Path) -> None:
+    writers = [writer(path, 60, name) for name in ("first", "second")]
+    seen = [0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no reading ever finds a torn line
+        while any(one.poll() is None for one in writers):
+            seen.append(len(Ledger(path).read()))
+        found = [one.message.split()[:2] for one in Ledger(path).read()]
+    assert [one.returncode for one in writers] == [0, 0]
+    assert seen == sorted(seen)
+    for name in ("first", "second"):
+        assert [int(number) for by, number in found if by == name] == list(range(60))
+
+
+def test_what_a_killed_writer_had_written_is_all_there(path: Path) -> None:
+    killed = writer(path, 10**6, "killed")
+    while len(Ledger(path).read()) < 20:
+        time.sleep(0.01)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.wait()
+    Ledger(path).append(record("after"))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = Ledger(path).read()
+    assert len(told) <= 1  # the line that it was writing, if it was
+    assert [int(one.message.split()[1]) for one in found[:-1]] == list(range(len(found) - 1))
+    assert found[-1].message == "after"
+
+
+def test_a_path_that_is_a_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MisuseError, match="Is a directory"):
+        Ledger(tmp_path).append(record())
+    with pytest.raises(MisuseError, match="Is a directory"):
+        Ledger(tmp_path).read()
+
+
+def test_a_directory_that_cannot_be_written_is_refused() -> None:
+    with pytest.raises(MisuseError, match="cannot be"):
+        Ledger("/proc/nobody/may/write/here.jsonl").append(record())
+
+
+def test_a_full_disk_is_told() -> None:
+    with pytest.raises(MisuseError, match="No space left"):
+        Ledger("/dev/full").append(record())
