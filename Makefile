@@ -29,6 +29,9 @@ format: .venv/dev.stamp
 bench: .venv/dev.stamp
 	$(PY) benchmarks/estimate_starts_fast.py
 	$(PY) benchmarks/a_million_take_a_second.py
+	$(PY) benchmarks/a_million_steps_fit.py
+	$(PY) benchmarks/segments_cost_little.py
+	$(PY) benchmarks/probes_hurt_nobody.py
 	$(PY) benchmarks/estimates_track_peaks.py --measure 20 --seed $$$$
 
 clean:

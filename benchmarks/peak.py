@@ -36,15 +36,6 @@ def measure(spec: dict[str, Any], knobs: dict[str, Any], timeout: float = 600) -
     return json.loads(done.stdout)
 
 
-def tiny(spec: Spec) -> Spec:
-    """A spec that loads the same code and needs next to nothing."""
-    small: dict[str, Any] = {"cell": spec.cell, "seq": 4, "batch": 2, "hidden": 8, "layers": spec.layers}
-    small |= {"features": 4} if spec.vocab is None else {"vocab": 8}
-    small |= {"outputs": 8, "loss": spec.loss, "head": spec.head, "optimizer": spec.optimizer}
-    small |= {"bidirectional": spec.bidirectional, "dropout": spec.dropout, "layer_norm": spec.layer_norm}
-    return make_spec(small)
-
-
 def microbatch_rows(batch: int, microbatch: int) -> list[int]:
     """The batch in microbatches; an uneven one goes first, so that the full ones meet the same memory each time."""
     full, rest = divmod(batch, microbatch)
@@ -53,22 +44,13 @@ def microbatch_rows(batch: int, microbatch: int) -> list[int]:
 
 def random_microbatches(spec: Spec, candidate: Candidate) -> Iterator[Any]:
     """The batch in microbatches of random values, each made when its turn comes and held by nobody here."""
-    for rows in microbatch_rows(spec.batch, candidate.microbatch):
-        yield random_microbatch(spec, rows)
-
-
-def random_microbatch(spec: Spec, rows: int) -> Any:
-    """Inputs and targets of so many sequences."""
     import torch
 
-    from oomguard.bptt import Microbatch
+    from oomguard.probe.sample import random_microbatch
 
-    shape = (rows, spec.steps) if spec.batch_first else (spec.steps, rows)
-    inputs = torch.randn(*shape, spec.inputs) if spec.vocab is None else torch.randint(spec.vocab, shape)
-    wanted = shape if spec.head == "per-step" else (rows,)
-    if spec.loss == "cross-entropy":
-        return Microbatch(inputs, torch.randint(spec.classes, wanted))
-    return Microbatch(inputs, torch.randn(*wanted, spec.classes))
+    dice = torch.Generator().manual_seed(torch.initial_seed())
+    for rows in microbatch_rows(spec.batch, candidate.microbatch):
+        yield random_microbatch(spec, rows, dice)
 
 
 def run(spec: Spec, candidate: Candidate, steps: int) -> None:
@@ -93,11 +75,13 @@ def status_bytes(field: str) -> int:
 def main() -> None:
     import torch
 
+    from oomguard.probe.sample import tiny_spec
+
     torch.set_num_threads(1)
     asked = json.loads(sys.argv[1])
     spec = make_spec(asked["spec"])
     candidate = make_candidate(spec, **asked["candidate"])
-    small = tiny(spec)
+    small = tiny_spec(spec)
     run(small, make_candidate(small, engine=candidate.engine, update=candidate.update), STEPS)
     gc.collect()
     runtime_bytes = status_bytes("VmRSS")

@@ -14,9 +14,11 @@ __version__ = "0.1.0"
 __all__ = [
     "Candidate",
     "Estimate",
+    "Ledger",
     "MisuseError",
     "OomguardError",
     "Record",
+    "Runner",
     "Spec",
     "Verdict",
     "__version__",
@@ -29,16 +31,20 @@ if TYPE_CHECKING:
     from oomguard.candidate import Candidate
     from oomguard.errors import MisuseError, OomguardError
     from oomguard.estimate.breakdown import Estimate
+    from oomguard.probe.ledger import Ledger
     from oomguard.probe.record import Record
+    from oomguard.probe.runner import Runner
     from oomguard.probe.verdict import Verdict
     from oomguard.spec import Spec
 else:
     _HOME = {
         "Candidate": "oomguard.candidate",
         "Estimate": "oomguard.estimate.breakdown",
+        "Ledger": "oomguard.probe.ledger",
         "MisuseError": "oomguard.errors",
         "OomguardError": "oomguard.errors",
         "Record": "oomguard.probe.record",
+        "Runner": "oomguard.probe.runner",
         "Spec": "oomguard.spec",
         "Verdict": "oomguard.probe.verdict",
         "estimate": "oomguard.api",

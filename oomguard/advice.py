@@ -204,7 +204,8 @@ def _padding(case: Case) -> Iterator[Line]:
     share = padded_share(case.spec.lengths, case.candidate.microbatch)
     if share >= WORTH:
         need = min(case.what_if.need({"packed": True}) or case.need, case.need)
-        text = f"{share:.0%} of the tokens are padding: batch sequences of similar length, or use --packed"
+        text = f"{share:.0%} of the tokens are padding: batch sequences of similar length"
+        text += ", or use --packed" if case.place.cuda else ""  # the CPU computes padding either way (model.py)
         text += f", {case.change(need)}." if need < case.need else "."
         yield Line(text=text, need=need, cost=Cost.NOTHING, sure=True)
 

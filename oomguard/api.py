@@ -8,8 +8,9 @@ import numpy as np
 
 from oomguard.candidate import KNOBS, Candidate, Candidates, check_candidate, make_candidate, serve
 from oomguard.checks import check_whole, nearest, shown
-from oomguard.device import card_index, limits, nvml
+from oomguard.device import card_index, limits
 from oomguard.device.budget import Budget, Limit
+from oomguard.device.cuda import Cuda
 from oomguard.errors import MisuseError
 from oomguard.estimate import gpus
 from oomguard.estimate.batch import estimate_batch
@@ -18,7 +19,7 @@ from oomguard.estimate.margin import margin_bytes
 from oomguard.estimate.place import CPU, Place, on_card, resident_within
 from oomguard.presets import make_spec
 from oomguard.probe.record import Record
-from oomguard.probe.runner import Runner
+from oomguard.probe.runner import TIMEOUT_SECONDS, Runner
 from oomguard.spec import Spec
 from oomguard.units import MAX_BYTES, format_bytes
 
@@ -62,13 +63,13 @@ def probe(
     *,
     device: str = "cpu",
     budget_bytes: int | None = None,
-    timeout: float = 600.0,
+    timeout: float = TIMEOUT_SECONDS,
     **fields: Any,
 ) -> Record:
     """Run a few real steps of one candidate in a child process, under a budget, and record what came of it.
 
     Arguments as those of `estimate`, but the device must be here. Whatever happens to the child is a verdict; many
-    probes are cheaper in one `oomguard.probe.runner.Runner`, which keeps its child.
+    probes are cheaper in one `oomguard.Runner`, which keeps its child.
 
     >>> record = probe(cell="gru", seq=20, hidden=8, batch=2, threads=1)
     >>> record.verdict.name, record.steps
@@ -92,7 +93,7 @@ def find_place(device: str) -> Place:
     """
     index = card_index(device)
     if index is not None:
-        return on_card(nvml.present(index).known, device)
+        return on_card(Cuda(index).present().known, device)
     return CPU if device == "cpu" else on_card(gpus.card(device))
 
 
@@ -100,7 +101,7 @@ def find_budget(device: str) -> Budget:
     """What this process may use there, and who says so; of a card that is not here, all that CUDA would show."""
     index = card_index(device)
     if index is not None:
-        return nvml.present(index).budget(f"cuda:{index}")
+        return Cuda(index).budget()
     if device == "cpu":
         return _resident_too(limits.budget())
     card = gpus.card(device)

@@ -165,9 +165,9 @@ def check_candidate(spec: Spec, candidate: Candidate) -> None:
         )
     for name in ("segments", "window"):
         check_whole(name, getattr(candidate, name), 1, spec.steps)
-    _check_directions(
-        spec, window=candidate.window is not None, kept=candidate.segments > 1 and not candidate.recompute
-    )
+    kept = candidate.segments > 1 and not candidate.recompute
+    _check_directions(spec, window=candidate.window is not None, kept=kept)
+    _check_levels(spec, levels=candidate.levels > 1, kept=not candidate.recompute)
 
 
 def _check_directions(spec: Spec, *, window: bool, kept: bool) -> None:
@@ -177,6 +177,16 @@ def _check_directions(spec: Spec, *, window: bool, kept: bool) -> None:
             rule="The segments of a bidirectional model are recomputed, and it has no windows",
             got=f"got {'--window' if window else '--no-recompute'} with --bidirectional",
             advice="Give --segments alone, or train one direction.",
+        )
+
+
+def _check_levels(spec: Spec, *, levels: bool, kept: bool) -> None:
+    """Levels are of segments whose borders are what is kept."""
+    if levels and (spec.bidirectional or kept):
+        raise MisuseError(
+            rule="--levels is for segments of one direction that are recomputed",
+            got=f"got it with {'--bidirectional' if spec.bidirectional else '--no-recompute'}",
+            advice="Leave --levels out.",
         )
 
 
@@ -317,4 +327,7 @@ def serve(spec: Spec, candidates: Candidates) -> Candidates:
         check_whole(name, int(given.max()) if given.size else None, 1, spec.steps)
     kept = np.greater(candidates.segments, 1) & ~np.asarray(candidates.recompute, dtype=bool)
     _check_directions(spec, window=not is_none(candidates.window).all(), kept=bool(kept.any()))
+    deep = np.greater(candidates.levels, 1)
+    stored = deep & ~np.asarray(candidates.recompute, dtype=bool)
+    _check_levels(spec, levels=bool(deep.any()), kept=bool(stored.any()))
     return candidates

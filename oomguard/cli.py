@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
@@ -18,8 +17,10 @@ from oomguard.checks import nearest, shown
 from oomguard.errors import MisuseError
 from oomguard.flags import (
     CANDIDATE,
+    HERE,
     JSON,
     LEDGER,
+    PROBED,
     SPEC,
     TIMEOUT,
     WHERE,
@@ -125,23 +126,22 @@ def _estimate(*, device: str = "cpu", budget: str | None = None, json: bool = Fa
 
 
 @app.command("probe", cls=Command, help=PROBE_HELP)
-@with_flags(Spec=SPEC, Candidate=CANDIDATE, Where=WHERE, Output=[TIMEOUT, LEDGER, JSON])
+@with_flags(Spec=SPEC, Candidate=PROBED, Where=HERE, Output=[TIMEOUT, LEDGER, JSON])
 def _probe(*, device: str = "cpu", budget: str | None = None, json: bool = False, **values: Any) -> Answer:
     from oomguard.api import estimate
-    from oomguard.probe.ledger import RECORDS, Ledger
-    from oomguard.probe.runner import Runner
+    from oomguard.probe.ledger import open_ledger
+    from oomguard.probe.runner import TIMEOUT_SECONDS, Runner
     from oomguard.report import record_json, show_record
 
     limit_bytes = None if budget is None else read_budget(budget)
     spec, candidate = read(values)
-    ledger = Ledger(Path(values["ledger"]) / RECORDS) if "ledger" in values else None
-    if ledger is not None:
-        ledger.check()  # before the run, not after it
-    with Runner(device, timeout=read_seconds(values.get("timeout", "10min"))) as runner:
+    runner = Runner(device, timeout=read_seconds(values["timeout"]) if "timeout" in values else TIMEOUT_SECONDS)
+    found = estimate(spec, candidate, device=device, budget_bytes=limit_bytes)
+    ledger = open_ledger(values["ledger"]) if "ledger" in values else None
+    with runner:
         record = runner.probe(spec, candidate, budget_bytes=limit_bytes)
     if ledger is not None:
         ledger.append(record)
-    found = estimate(spec, candidate, device=device, budget_bytes=record.budget_bytes)
     code = FITS if record.verdict.ran else DOES_NOT_FIT
     if json:
         return Answer(_json(record_json(record, found)), code)

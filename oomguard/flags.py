@@ -79,6 +79,9 @@ WHERE = [
     Flag("device", "NAME", "cpu, cuda, cuda:1, or a card such as a100-80gb (cpu)."),
     Flag("budget", "SIZE", "What it may use, such as 6GiB (what is free)."),
 ]
+PROBED = [one for one in CANDIDATE if one.name not in ("workers", "prefetch")]
+"""A probe makes its data itself."""
+HERE = [Flag("device", "NAME", "cpu, cuda or cuda:1 (cpu)."), *WHERE[1:]]
 TIMEOUT = Flag("timeout", "SECONDS", "Give up after so long, such as 90s or 5min (10min).")
 LEDGER = Flag("ledger", "DIR", "Add the record to the ledger in that directory.")
 JSON = Flag("json", "", "One JSON document on stdout.")
@@ -186,8 +189,8 @@ def read(values: dict[str, Any]) -> tuple[Spec, Candidate]:
 def _spec(model: str | None, name: str | None, fields: dict[str, Any]) -> Spec:
     if model is not None and re.fullmatch(r"[A-Za-z_][\w.]*:[\w.]+", model):
         raise MisuseError(
-            rule="An estimate by arithmetic needs a spec",
-            got=f"got {shown(model)}, a model that only a run could measure",
+            rule="A model is described by a spec",
+            got=f"got {shown(model)}, a model that is code",
             advice="Describe its layers by flags (--model lstm --hidden 256) or in a TOML file.",
         )
     if model is None or model in get_args(Cell) or not _is_path(model):

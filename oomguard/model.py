@@ -1,5 +1,7 @@
 """The model of a spec: embedding, recurrent stack, head. `forward(inputs, state) -> (outputs, state)`."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -72,7 +74,10 @@ class Recurrent(nn.Module):
         for i, call in enumerate(self.calls):
             if i > 0:
                 hidden = self.dropout(hidden)
-            hidden, new = self.run(call, hidden, None if state is None else state[i], lengths)
+            if lengths is not None and self.spec.bidirectional and hidden.device.type == "cpu":
+                hidden, new = self._both_directions(i, hidden, lengths)
+            else:
+                hidden, new = self.run(call, hidden, None if state is None else state[i], lengths)
             hidden = self.normalise(i, hidden)
             after.append(new)
         return hidden, after
@@ -93,32 +98,63 @@ class Recurrent(nn.Module):
         return hidden[rows, steps] if self.spec.batch_first else hidden[steps, rows]
 
     def run(
-        self, call: nn.Module, hidden: Tensor, state: CallState | None, lengths: Tensor | None
+        self, call: nn.Module, hidden: Tensor, state: CallState | None, lengths: Tensor | None, *, ends: bool = False
     ) -> tuple[Tensor, CallState]:
-        """One recurrent call. Where padding is not to be read, it gets packed sequences and only those that have steps.
+        """One recurrent call. `ends`: the state after the last real step of each sequence is needed, not just outputs.
 
-        A sequence that has none gives zeros, and its state stays as it is.
+        A card gets packed sequences where the spec has them. The CPU does not: PyTorch's kernels for them take a time
+        that grows with the square of the length, and what comes after the last real step does no harm. Only where the
+        state at that step is needed, the sequences that end here are packed. One that has no step here gives zeros.
         """
-        packs = self.spec.packs or (lengths is not None and self.spec.bidirectional)
-        if not packs:
+        card, steps = hidden.device.type == "cuda", hidden.shape[self.time_dim]
+        packs = card and (self.spec.packs or (self.spec.bidirectional and lengths is not None))
+        if not packs and (lengths is None or not ends or int(lengths.min()) == steps):
             outputs, after = call(hidden, None if state is None else _for_call(state))
             return outputs, _as_tuple(after)
-        batch_first, steps, rows = self.spec.batch_first, hidden.shape[self.time_dim], hidden.shape[1 - self.time_dim]
+        rows = hidden.shape[1 - self.time_dim]
         lengths = torch.full((rows,), steps) if lengths is None else lengths
-        state = _zeros(call, hidden, rows) if state is None else state
-        some = lengths.nonzero().flatten()
-        if not len(some):
-            return _empty(call, hidden), state
-        if len(some) == rows:
-            packed = pack_padded_sequence(hidden, lengths, batch_first, enforce_sorted=False)
-            outputs, after = call(packed, _for_call(state))
-            return pad_packed_sequence(outputs, batch_first, total_length=steps)[0], _as_tuple(after)
-        there, dim = some.to(hidden.device), 1 - self.time_dim
-        active = tuple(part.index_select(1, there) for part in state)
-        outputs, new = self.run(call, hidden.index_select(dim, there), active, lengths[some])
-        outputs = _empty(call, hidden).to(outputs.dtype).index_copy(dim, there, outputs)
-        pairs = zip(state, new, strict=True)
-        return outputs, tuple(old.to(one.dtype).index_copy(1, there, one) for old, one in pairs)
+        whole = torch.zeros(rows, dtype=torch.bool) if card else lengths == steps
+        outputs, after = _empty(call, hidden), _zeros(call, hidden, rows) if state is None else state
+        for group, short in ((whole, False), (~whole & (lengths > 0), True)):
+            if group.any():
+                outputs, after = self._run_some(call, (hidden, lengths if short else None), (outputs, after), group)
+        return outputs, after
+
+    def _run_some(
+        self, call: nn.Module, given: tuple[Tensor, Tensor | None], before: tuple[Tensor, CallState], group: Tensor
+    ) -> tuple[Tensor, CallState]:
+        """Run some of the sequences, packed if they have lengths; the outputs and states of the others stay."""
+        (hidden, lengths), (outputs, state) = given, before
+        rows, dim, everyone = group.nonzero().flatten(), 1 - self.time_dim, bool(group.all())
+        there = rows.to(hidden.device)
+        inputs = hidden if everyone else hidden.index_select(dim, there)
+        active = state if everyone else tuple(part.index_select(1, there) for part in state)
+        if lengths is None:
+            made, after = call(inputs, _for_call(active))
+        else:
+            packed = pack_padded_sequence(inputs, lengths[rows], self.spec.batch_first, enforce_sorted=False)
+            with _native_on_cpu(hidden):
+                packed, after = call(packed, _for_call(active))
+            made, _ = pad_packed_sequence(packed, self.spec.batch_first, total_length=hidden.shape[self.time_dim])
+        if everyone:
+            return made, _as_tuple(after)
+        pairs = zip(state, _as_tuple(after), strict=True)
+        return outputs.to(made.dtype).index_copy(dim, there, made), tuple(
+            old.to(new.dtype).index_copy(1, there, new) for old, new in pairs
+        )
+
+    def _both_directions(self, call: int, hidden: Tensor, lengths: Tensor) -> tuple[Tensor, CallState]:
+        """The layers of a call with each direction on its own, so that the second does not begin in the padding."""
+        layers, after = [call] if len(self.calls) > 1 else [*range(self.spec.layers)], []
+        for layer in layers:
+            outputs = []
+            for direction in (0, 1):
+                inputs = turned(hidden, lengths, self.time_dim) if direction else hidden
+                made, new = self.run(self.direction(layer, direction), inputs, None, None)
+                outputs.append(turned(made, lengths, self.time_dim) if direction else made)
+                after.append(new)
+            hidden = torch.cat(outputs, -1)
+        return hidden, tuple(torch.cat(parts) for parts in zip(*after, strict=True))
 
     def direction(self, layer: int, direction: int) -> nn.Module:
         """One direction of one layer as a call of its own, on the same weights."""
@@ -154,6 +190,18 @@ def _recurrent(spec: Spec, index: int, layers: int, directions: int | None = Non
     return nn.RNN(**shape, nonlinearity=spec.nonlinearity)
 
 
+@contextmanager
+def _native_on_cpu(hidden: Tensor) -> Iterator[None]:
+    """PyTorch's own kernels: on the CPU a packed LSTM would run on oneDNN if its lengths happen to be equal."""
+    enabled = torch._C._get_mkldnn_enabled()
+    try:
+        if hidden.device.type == "cpu":
+            torch._C._set_mkldnn_enabled(False)
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
 def _for_call(state: CallState) -> Any:
     """LSTM takes a tuple of states, the others one tensor."""
     return state if len(state) == 2 else state[0]
@@ -174,6 +222,16 @@ def _empty(call: Any, like: Tensor) -> Tensor:
     """Outputs of a call that has not been made."""
     width = (call.proj_size or call.hidden_size) * (2 if call.bidirectional else 1)
     return like.new_zeros(*like.shape[:2], width)
+
+
+def turned(piece: Tensor, lengths: Tensor | None, time_dim: int) -> Tensor:
+    """A piece with its real steps in reverse order; padding stays at the end."""
+    if lengths is None:
+        return piece.flip(time_dim)
+    steps = torch.arange(piece.shape[time_dim])[:, None]
+    index = torch.where(steps < lengths, lengths - 1 - steps, steps)
+    index = (index.T if time_dim else index).to(piece.device).unsqueeze(-1)
+    return piece.take_along_dim(index.expand_as(piece), time_dim)
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:

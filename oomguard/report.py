@@ -146,9 +146,10 @@ MEASURED = ("runtime", "weights", "optimizer", "input")
 def record_json(record: Record, estimate: Estimate) -> dict[str, Any]:
     """A record beside its estimate: the keys of the estimate, and those of the record that stay."""
     told = msgspec.to_builtins(record)
-    for name in ("spec", "candidate", "device", "engine", "terms", "budget_bytes"):
+    for name in ("spec", "candidate", "device", "engine", "budget_bytes"):
         del told[name]
-    return {**to_json(estimate), **told, "measured_terms": record.terms}
+    clash = ("terms", "allocated_bytes", "reserved_bytes")  # the estimate has these too
+    return to_json(estimate) | {f"measured_{name}" if name in clash else name: one for name, one in told.items()}
 
 
 def show_record(record: Record, estimate: Estimate, console: "Console") -> None:
@@ -160,12 +161,19 @@ def show_record(record: Record, estimate: Estimate, console: "Console") -> None:
     measured = record.terms or {}
     for name in MEASURED:
         say(_pair(name, estimate.terms[name], measured.get(name)))
-    rest = sum(size for name, size in estimate.terms.items() if name not in MEASURED)
+    rest = sum(size for name, size in estimate.terms.items() if name not in MEASURED)  # no loader: a probe has none
     say(_pair("the rest", rest, measured["rest"] + measured["gradients"] if measured else None))
     say(_pair("total", estimate.total_bytes, record.peak_bytes if measured else None), "bold")
     say(f"{'budget':<11}  {'':>11}  {format_bytes(record.budget_bytes):>11}")
     if record.committed_bytes is not None:
-        say(f"{'committed':<11}  {'':>11}  {format_bytes(record.committed_bytes):>11}")
+        most = record.committed_budget_bytes
+        limit = "" if most is None else f"  of {format_bytes(most)}"
+        say(f"{'committed':<11}  {'':>11}  {format_bytes(record.committed_bytes):>11}{limit}")
+    if record.reserved_bytes is not None and record.allocated_bytes is not None:
+        assert estimate.allocated_bytes is not None
+        assert estimate.reserved_bytes is not None
+        say(_pair("allocated", estimate.allocated_bytes, record.allocated_bytes))
+        say(_pair("reserved", estimate.reserved_bytes, record.reserved_bytes))
     say("")
     say(f"{record.verdict.name}: {record.message}", "bold green" if record.verdict.ran else "bold red")
     say(record.verdict.advice)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import get_total_norm
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from oomguard.bptt import Microbatch, backward
@@ -39,7 +39,7 @@ class Outcome:
     """What came of a step."""
 
     loss: Tensor
-    """The mean over the real targets, where the model is."""
+    """The mean over the real targets (of several outputs, their sum), where the model is."""
     skipped: bool = False
     """fp16: gradients overflowed, so nothing was updated and the scale was lowered."""
     norm: Tensor | None = None
@@ -104,7 +104,20 @@ def step(training: Training, microbatches: Iterable[Microbatch], targets: int, c
     weigh what they hold. `clip` is the largest norm of the whole batch's gradient.
     """
     scale = 1.0 / max(1, targets)
-    scaled = _scaled(training, scale)
+    done = False
+    try:
+        total = _accumulate(training, microbatches, _scaled(training, scale))
+        skipped, norm = _update(training, clip)
+        done = True
+    finally:  # a step that fails leaves no part of its gradient to the next one
+        training.optimizer.zero_grad(set_to_none=True)
+        if not done and training.scaler is not None:
+            training.scaler.update(training.scaler.get_scale())
+    return Outcome(loss=total * scale, skipped=skipped, norm=norm)
+
+
+def _accumulate(training: Training, microbatches: Iterable[Microbatch], scaled: float | Tensor) -> Tensor:
+    """The gradient of all microbatches, and the sum of their losses."""
     total: Tensor | None = None
     for batch in microbatches:
         loss = backward(training.model, batch, training.candidate, scaled)
@@ -114,9 +127,7 @@ def step(training: Training, microbatches: Iterable[Microbatch], targets: int, c
         raise MisuseError(
             rule="A batch has at least one microbatch", got="got none", advice="Leave out the step of an empty batch."
         )
-    skipped, norm = _update(training, clip)
-    training.optimizer.zero_grad(set_to_none=True)
-    return Outcome(loss=total * scale, skipped=skipped, norm=norm)
+    return total
 
 
 def _scaled(training: Training, scale: float) -> float | Tensor:
@@ -136,7 +147,7 @@ def _update(training: Training, clip: float | None) -> tuple[bool, Tensor | None
     if scaler is not None:
         scaler.unscale_(optimizer)
     if clip is not None:
-        norm = clip_grad_norm_(trainable(training.model), clip)
+        norm = _clip(trainable(training.model), clip)
     if scaler is None:
         optimizer.step()
         return False, norm
@@ -144,6 +155,19 @@ def _update(training: Training, clip: float | None) -> tuple[bool, Tensor | None
     scaler.step(optimizer)
     scaler.update()
     return scaler.get_scale() < before, norm
+
+
+def _clip(parameters: list[torch.nn.Parameter], most: float) -> Tensor:
+    """Scale all gradients together to a norm of at most so much; returns the norm before. Sparse ones count as well."""
+    gradients = []
+    for p in parameters:
+        if p.grad is not None:
+            p.grad = p.grad.coalesce() if p.grad.is_sparse else p.grad
+            gradients.append(p.grad._values() if p.grad.is_sparse else p.grad)
+    norm = get_total_norm(gradients)
+    for gradient in gradients:
+        gradient.mul_((most / (norm + 1e-6)).clamp(max=1.0))
+    return norm
 
 
 class _Visiting:

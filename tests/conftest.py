@@ -2,6 +2,10 @@
 
 import gc
 import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
@@ -12,6 +16,14 @@ import oomguard  # noqa: F401
 # set here, before anything imports torch: most tests never do, so torch.set_num_threads(1) would cost them the import
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[variable] = "1"
+
+HOLD = """
+import sys, torch
+kept = torch.ones(int(sys.argv[1]), dtype=torch.uint8, device="cuda:0")
+torch.cuda.synchronize()
+print("held", flush=True)
+sys.stdin.read()
+"""
 
 settings.register_profile("steady", derandomize=True, deadline=None)
 settings.register_profile("deep", max_examples=1000, deadline=None, database=None)
@@ -26,3 +38,34 @@ def empty_card(request: pytest.FixtureRequest) -> None:
 
         gc.collect()
         torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def neighbour() -> Iterator[Callable[[int], None]]:
+    """Lets another process take so many bytes of cuda:0 (0: give all back).
+
+    Where a card cannot be shared for real, the command in OOMGUARD_TEST_NEIGHBOUR is run with the bytes instead.
+    """
+    import torch
+
+    command = os.environ.get("OOMGUARD_TEST_NEIGHBOUR")
+    others: list[subprocess.Popen[str]] = []
+
+    def take(size_bytes: int) -> None:
+        while others:
+            others.pop().communicate()  # it ends with its stdin
+        if command:
+            subprocess.run([*shlex.split(command), str(size_bytes)], check=True)
+        elif size_bytes:
+            free_bytes = torch.cuda.mem_get_info(0)[0]
+            words = [sys.executable, "-c", HOLD, str(size_bytes)]
+            others.append(subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+            stdout = others[0].stdout
+            assert stdout is not None
+            assert stdout.readline() == "held\n"
+            if torch.cuda.mem_get_info(0)[0] > free_bytes - size_bytes // 2:
+                take(0)
+                pytest.skip("this card does not show one process what another holds of it")
+
+    yield take
+    take(0)

@@ -39,6 +39,8 @@ def many(draw: st.DrawFn, spec: Spec) -> Candidates:
         windows = windows if isinstance(windows, list) else [windows] * rows
         each = pieces if isinstance(pieces, list) else [pieces] * rows
         pieces = [1 if window else one for window, one in zip(windows, each, strict=True)]
+    levels = 1 if spec.bidirectional else some(st.integers(1, 3))
+    recompute = spec.bidirectional or some(st.booleans())
     return Candidates(
         microbatch=draw(st.lists(st.integers(1, spec.batch), min_size=rows, max_size=rows)),
         segments=pieces,
@@ -47,8 +49,7 @@ def many(draw: st.DrawFn, spec: Spec) -> Candidates:
         engine=some(st.sampled_from([None, "native"])),
         update=some(st.sampled_from(get_args(Update))),
         allocator=some(st.none() | st.sampled_from(get_args(Allocator))),
-        recompute=spec.bidirectional or some(st.booleans()),
-        levels=some(st.integers(1, 3)),
+        **draw(st.sampled_from([{"recompute": True, "levels": levels}, {"recompute": recompute}])),
         keep=some(st.sampled_from(get_args(Keep))),
         offload=some(st.booleans()),
         state_8bit=some(st.booleans()),

@@ -130,13 +130,14 @@ def test_padding_weighs_nothing(cell: str, head: str, bidirectional: bool) -> No
     assert furthest(padded, [torch.stack(parts).sum(0) for parts in zip(*alone, strict=True)]) < 1e-10
 
 
-def test_what_stands_in_the_padding_does_not_matter() -> None:
-    model, batch = example("lstm", "as it comes", LENGTHS["padded"], bidirectional=True)
+@pytest.mark.parametrize("fields", [{}, {"bidirectional": True}, {"packed": True}, {"batch_first": True}], ids=str)
+def test_what_stands_in_the_padding_does_not_matter(fields: dict[str, Any]) -> None:
+    model, batch = example("lstm", "as it comes", LENGTHS["padded"], **fields)
     clean = gradients(model, batch)[1]
     assert batch.lengths is not None
     for row, length in enumerate(batch.lengths.tolist()):
-        batch.inputs[length:, row] = 1e6
-        batch.targets[length:, row] = float("nan")
+        for tensor in (batch.inputs, batch.targets):
+            (tensor[row, length:] if model.spec.batch_first else tensor[length:, row]).fill_(float("nan"))
     assert furthest(gradients(model, batch)[1], clean) < 1e-10
     assert furthest(gradients(model, batch, segments=5)[1], clean) < 1e-10
 
@@ -161,13 +162,28 @@ def test_every_way_leaves_the_random_numbers_where_a_plain_pass_leaves_them(way:
     assert torch.equal(torch.get_rng_state(), plain)
 
 
+@pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("cell", ["rnn", "gru", "lstm"])
-def test_in_single_precision_the_gradients_agree_to_rounding(cell: str, bidirectional: bool) -> None:
-    model, batch = example(cell, "as it comes", bidirectional=bidirectional)
-    model, batch = model.float(), Microbatch(batch.inputs.float(), batch.targets.float())
-    plain = gradients(model, batch)[1]
-    assert furthest(gradients(model, batch, segments=5)[1], plain) < 1e-5
+def test_in_single_precision_the_gradients_agree_to_rounding(
+    cell: str, variant: str, bidirectional: bool, lengths: str
+) -> None:
+    model, batch = example(cell, variant, LENGTHS[lengths], bidirectional=bidirectional)
+    single = [part.float() if part.is_floating_point() else part for part in (batch.inputs, batch.targets)]
+    example_ = model.float(), Microbatch(single[0], single[1], batch.lengths)
+    plain = gradients(*example_)[1]
+    for way in ["5 segments"] if bidirectional else ["5 segments", "3 levels", "chunks"]:
+        assert furthest(gradients(*example_, **WAYS[way])[1], plain) < 1e-5
+
+
+def test_a_failed_pass_puts_the_random_numbers_back() -> None:
+    model, batch = example("gru", "dropout")
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    with pytest.raises((RuntimeError, IndexError)):
+        backward(model, batch._replace(targets=batch.targets[:5]), make_candidate(model.spec, segments=5))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_targets_that_are_to_be_ignored_count_for_nothing() -> None:

@@ -167,10 +167,10 @@ def test_every_knob_has_a_flag(capsys: Capture) -> None:
 
 
 def test_every_flag_reaches_its_field(capsys: Capture) -> None:
-    knobs = "--microbatch 4 --accumulation 8 --precision bf16 --segments 3 --no-recompute --engine native --threads 2"
+    knobs = "--microbatch 4 --accumulation 8 --precision bf16 --segments 3 --engine native --threads 2"
     more = "--levels 2 --keep host --offload --update fused --state-8bit --allocator plain --workers 3 --prefetch 5"
     found = document(capsys, f"{LSTM} {knobs} {more}")["candidate"]
-    wanted = {"microbatch": 4, "accumulation": 8, "precision": "bf16", "segments": 3, "recompute": False}
+    wanted = {"microbatch": 4, "accumulation": 8, "precision": "bf16", "segments": 3, "recompute": True}
     wanted |= {"engine": "native", "threads": 2, "offload": True, "update": "fused", "state_8bit": True}
     assert found == wanted | {
         "allocator": "plain",
@@ -180,6 +180,10 @@ def test_every_flag_reaches_its_field(capsys: Capture) -> None:
         "levels": 2,
         "keep": "host",
     }
+
+
+def test_the_flag_that_turns_a_default_off_reaches_its_field(capsys: Capture) -> None:
+    assert document(capsys, f"{LSTM} --segments 3 --no-recompute")["candidate"]["recompute"] is False
 
 
 def test_a_number_may_have_underscores(capsys: Capture) -> None:

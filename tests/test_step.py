@@ -196,3 +196,54 @@ def test_a_state_in_8_bits_names_the_package_that_it_needs(fields: dict[str, Any
     spec = Spec(cell="gru", seq=5, **fields)
     with pytest.raises(MisuseError, match="needs the package bitsandbytes"):
         make_optimizer(build(spec), make_candidate(spec, state_8bit=True))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_step_that_fails_leaves_nothing_to_the_next_one(precision: str) -> None:
+    """Two microbatches, of which the second is never made: then the same batch again."""
+    spec = Spec(cell="gru", seq=STEPS, features=3, hidden=8, batch=ROWS)
+    batch = batch_of(spec)
+    targets = count_targets(spec, batch)
+
+    def failing() -> Iterator[Microbatch]:
+        yield from pieces(batch, [32, 32], torch.float32)
+        raise MemoryError
+
+    weights = []
+    for fails in (False, True):
+        torch.manual_seed(0)
+        training = prepare(spec, make_candidate(spec, precision=precision, microbatch=32))
+        if fails:
+            with pytest.raises(MemoryError):
+                step(training, failing(), targets)
+            assert all(parameter.grad is None for parameter in training.model.parameters())
+        assert not step(training, pieces(batch, [32, 32], torch.float32), targets).skipped
+        weights.append([parameter.detach() for parameter in training.model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def test_an_update_that_fails_can_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp16: gradients were unscaled already."""
+    spec = Spec(cell="gru", seq=STEPS, features=3, hidden=8, batch=ROWS)
+    training, batch = prepare(spec, make_candidate(spec, precision="fp16")), batch_of(spec)
+    with monkeypatch.context() as broken:
+        broken.setattr(type(training.optimizer), "step", lambda *_, **__: [].pop())
+        with pytest.raises(IndexError):
+            step(training, [batch], count_targets(spec, batch), clip=1.0)
+    assert not step(training, [batch], count_targets(spec, batch), clip=1.0).skipped
+
+
+def test_a_sparse_gradient_is_clipped_with_the_others() -> None:
+    norms, weights = [], []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        spec = Spec(cell="gru", seq=STEPS, vocab=7, hidden=8, batch=4, optimizer="sgd", sparse_embedding=sparse)
+        training = prepare(spec, make_candidate(spec), lr=1.0)
+        tokens = torch.randint(7, (STEPS, 4), generator=torch.Generator().manual_seed(1))
+        outcome = step(training, [Microbatch(tokens, tokens)], tokens.numel(), clip=0.01)
+        assert outcome.norm is not None
+        norms.append(float(outcome.norm))
+        weights.append([parameter.detach() for parameter in training.model.parameters()])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    assert norms[0] > 0.01
+    assert furthest(*weights) < 1e-6

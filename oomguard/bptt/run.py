@@ -15,6 +15,8 @@ from oomguard.spec import Spec
 
 IGNORED = -100
 """The target of a step that has none, as PyTorch's cross-entropy has it."""
+Mark = Tensor | None
+"""The state of a generator of random numbers; None: nothing is random."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -46,37 +48,43 @@ def count_targets(spec: Spec, batch: Microbatch) -> int:
 
 
 class Dice:
-    """The random numbers of dropout: they fall the same way each time that a piece is gone through.
+    """The random numbers of dropout: a piece that is gone through again must drop out what it dropped out before.
 
-    Pieces that are new go on where the last new one stopped, and so does whatever comes after the pass.
+    `mark()` before a piece, `back_to(mark)` before it is gone through again. The first time through all pieces is in
+    order, and `end()` notes where it ended: there the numbers go on after the pass, as after a plain one.
     """
 
     def __init__(self, model: Recurrent) -> None:
         self.generator: torch.Generator | None = None
-        if model.spec.dropout and model.training:
+        if model.spec.dropout and model.training and len(model.calls) > 1:
             cuda = model.device.type == "cuda"
             self.generator = torch.cuda.default_generators[model.device.index or 0] if cuda else torch.default_generator
-        self.starts: dict[Any, Tensor] = {}
-        self.front = None if self.generator is None else self.generator.get_state()
+        self.last: Mark = None
 
-    @contextmanager
-    def roll(self, key: Any) -> Iterator[None]:
-        """Inside, the numbers of the piece `key`."""
-        if self.generator is None or self.front is None:
-            yield
-            return
-        new = key not in self.starts
-        self.generator.set_state(self.starts.setdefault(key, self.front))
-        yield
-        if new:
-            self.front = self.generator.get_state()
+    def mark(self) -> Mark:
+        """Where the numbers are."""
+        return None if self.generator is None else self.generator.get_state()
+
+    def back_to(self, mark: Mark) -> None:
+        """Let them fall again as they fell from there."""
+        if self.generator is not None and mark is not None:
+            self.generator.set_state(mark)
+
+    def end(self) -> None:
+        """All pieces have been gone through; what follows is repetition."""
+        if self.last is None:
+            self.last = self.mark()
 
     @contextmanager
     def put_down(self) -> Iterator[None]:
-        """After it, the numbers go on as after a plain pass."""
-        yield
-        if self.generator is not None and self.front is not None:
-            self.generator.set_state(self.front)
+        """After it the numbers go on as after a plain pass, or as before if the pass failed."""
+        start = self.mark()
+        try:
+            yield
+        except BaseException:
+            self.back_to(start)
+            raise
+        self.back_to(self.last)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +127,13 @@ class Run:
         return whole.narrow(self.model.time_dim, *self.span(i)).to(self.model.device, non_blocking=True)
 
     def inputs(self, i: int) -> Tensor:
-        return self.cut(self.batch.inputs, i)
+        """Piece `i` of the inputs. Padding that would be computed with is zeroed: NaN times 0 is NaN."""
+        piece, spec = self.cut(self.batch.inputs, i), self.model.spec
+        real = None if spec.vocab is not None else _real(self.batch, *self.span(i))
+        if real is None:
+            return piece
+        real = (real.T if spec.batch_first else real).to(piece.device)
+        return piece.masked_fill(~real.unsqueeze(-1), 0)
 
     def lengths(self, i: int) -> Tensor | None:
         """Real steps of each sequence within piece `i`."""
@@ -174,11 +188,16 @@ def summed_loss(kind: str | None, outputs: Tensor, targets: Tensor, real: Tensor
 
 
 def real_steps(spec: Spec, batch: Microbatch, start: int, steps: int) -> Tensor | None:
-    """Which of these steps are real, in the layout of the targets; None: all."""
-    if batch.lengths is None or spec.head == "last-step" or int(batch.lengths.min()) >= start + steps:
+    """Which of these steps have real targets, in the layout of the targets; None: all."""
+    real = None if spec.head == "last-step" else _real(batch, start, steps)
+    return real.T if real is not None and spec.batch_first else real
+
+
+def _real(batch: Microbatch, start: int, steps: int) -> Tensor | None:
+    """Which of these steps are no padding, time x sequences; None: all."""
+    if batch.lengths is None or int(batch.lengths.min()) >= start + steps:
         return None
-    real = torch.arange(start, start + steps)[:, None] < batch.lengths
-    return real.T if spec.batch_first else real
+    return torch.arange(start, start + steps)[:, None] < batch.lengths
 
 
 def start_from(ends: list[tuple[Tensor, Tensor]]) -> None:

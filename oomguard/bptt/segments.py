@@ -30,14 +30,16 @@ class Stack:
     def advance(self, i: int, state: State | None) -> State:
         """The state after piece `i`."""
         run = self.run
-        with run.computing(), run.dice.roll(i):
+        with run.computing():
             return run.model.advance(run.inputs(i), state, run.lengths(i))[1]
 
     def ends(self, i: int, state: State | None) -> tuple[list[tuple[Tensor, Tensor]], State]:
         run = self.run
-        with run.computing(), run.dice.roll(i):
+        with run.computing():
             hidden, after = run.model.advance(run.inputs(i), state, run.lengths(i))
             loss = run.loss(i, hidden)
+        if i == run.pieces - 1:
+            run.dice.end()
         if loss is None:
             return [], after
         run.total.add_(loss.detach())
@@ -59,16 +61,20 @@ def descend(
         return differentiate_piece(track, pieces[0], before, after_gradients)
     size = math.ceil(len(pieces) ** (1 - 1 / levels)) if levels > 1 else 1
     groups = [pieces[first : first + size] for first in range(0, len(pieces), size)]
-    borders, state = [before], before
+    dice = track.run.dice
+    borders, state = [(before, dice.mark())], before
     with keeping_nothing(track.run.model):
         for group in groups[:-1]:
             for i in group:
                 state = track.advance(i, state)
-            borders.append(moved(state, track.run.home))
+            borders.append((moved(state, track.run.home), dice.mark()))
     del state, before
     for group in reversed(groups):
-        border = moved(borders.pop(), track.run.model.device)
-        after_gradients = descend(track, group, border, after_gradients, max(1, levels - 1))
+        border, mark = borders.pop()
+        dice.back_to(mark)
+        after_gradients = descend(
+            track, group, moved(border, track.run.model.device), after_gradients, max(1, levels - 1)
+        )
     return after_gradients
 
 

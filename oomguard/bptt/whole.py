@@ -10,7 +10,7 @@ from oomguard.model import State
 
 def plain(run: Run) -> None:
     """The whole sequence at once."""
-    with run.computing(), run.dice.roll(0):
+    with run.computing():
         hidden, _ = run.model.advance(run.inputs(0), None, run.lengths(0))
         loss = run.loss(0, hidden)
     del hidden  # the graph keeps what it needs
@@ -22,7 +22,7 @@ def windowed(run: Run) -> None:
     state: State | None = None
     for i in range(run.pieces):
         predicts = run.model.spec.head == "per-step" or run.batch.lengths is not None or i == run.pieces - 1
-        with run.computing(), run.dice.roll(i), nullcontext() if predicts else keeping_nothing(run.model):
+        with run.computing(), nullcontext() if predicts else keeping_nothing(run.model):
             hidden, after = run.model.advance(run.inputs(i), state, run.lengths(i))
             loss = run.loss(i, hidden)
         state = [tuple(part.detach() for part in call) for call in after]
@@ -36,7 +36,7 @@ def chunked(run: Run) -> None:
     state: State | None = None
     ends: list[tuple[Tensor, Tensor]] = []
     for i in range(run.pieces):
-        with run.computing(), run.dice.roll(i):
+        with run.computing():
             hidden, state = run.model.advance(run.inputs(i), state, run.lengths(i))
             cut = hidden.detach().requires_grad_(hidden.requires_grad)
             loss = run.loss(i, cut)

@@ -98,6 +98,16 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
         return None if least is None else least.reach_bytes
 
     @property
+    def child_committed_bytes(self) -> int | None:
+        """The committed bytes that a child may reach: an rlimit is its own again, a limit of all processes is not."""
+        own = [one.reach_bytes if one.name.startswith("RLIMIT") else one.left_bytes for one in self._committed]
+        return min(own, default=None)
+
+    @property
+    def _committed(self) -> list[Limit]:
+        return [limit for limit in self.limits if limit.unit == "committed"]
+
+    @property
     def binding(self) -> Limit:
         """The limit that gives `limit_bytes`."""
         found = self.least("resident")

@@ -184,6 +184,20 @@ def _torch() -> Any:
     return torch
 
 
+def count_cards() -> int:
+    """How many cards there are, by NVML or, where that does not answer, by CUDA; raises if neither knows of any."""
+    try:
+        return nvml.count()
+    except nvml.NoNvmlError as error:
+        missing = error
+    if built_for_cards():
+        import torch
+
+        if count := torch.cuda.device_count():
+            return count
+    raise missing
+
+
 def _present_by_torch(index: int, missing: MisuseError) -> Present:
     """The card as CUDA shows it to this process; it does not say who else holds memory."""
     import torch

@@ -5,7 +5,7 @@ import msgspec
 from oomguard.device import nvml
 from oomguard.device.budget import Budget
 from oomguard.device.cpu import Cpu
-from oomguard.device.cuda import built_for_cards
+from oomguard.device.cuda import Cuda, built_for_cards, count_cards
 from oomguard.device.present import Present
 from oomguard.errors import MisuseError
 
@@ -43,7 +43,7 @@ def survey() -> Survey:
     cpu = Cpu()
     here = Seen(name=cpu.title(), budget=cpu.budget(), precisions=cpu.precisions())
     try:
-        cards = [_card(index) for index in range(nvml.count())]
+        cards = [_card(index) for index in range(count_cards())]
         nvml.check_index(0, len(cards))
     except MisuseError as error:
         return Survey(devices=(here,), note=str(error))
@@ -51,5 +51,5 @@ def survey() -> Survey:
 
 
 def _card(index: int) -> Seen:
-    card = nvml.present(index)
-    return Seen(name=card.name, budget=card.budget(f"cuda:{index}"), precisions=card.precisions, card=card)
+    card = Cuda(index).present()
+    return Seen(name=card.name, budget=Cuda(index).budget(), precisions=card.precisions, card=card)

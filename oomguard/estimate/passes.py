@@ -11,6 +11,9 @@ from oomguard.estimate.engines import cudnn, native, onednn
 from oomguard.estimate.place import Place, engine_for
 from oomguard.spec import Spec
 
+MARK_BYTES = 5056
+"""The state of the CPU's random numbers, kept at every border if there is dropout (a Mersenne twister, torch 2.13)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
@@ -77,7 +80,9 @@ def piece_steps(spec: Spec, candidate: Candidate) -> Count:
 def make_pass(spec: Spec, candidate: Candidate, place: Place, *, steps: Count) -> Pass:
     """The pass over a piece of so many steps."""
     engine = engine_for(spec, candidate, place)
-    tokens = minimum(steps * candidate.microbatch, terms.longest_tokens(spec, candidate.microbatch))
+    tokens = steps * candidate.microbatch
+    if place.cuda:  # the CPU computes the padding too, which is faster (model.py)
+        tokens = minimum(tokens, terms.longest_tokens(spec, candidate.microbatch))
     calls = _calls(spec, candidate, place, steps, tokens)
     feet = tuple(_footprint(call, spec, candidate, place, engine) for call in calls)
     return Pass(
@@ -103,7 +108,7 @@ def _calls(spec: Spec, candidate: Candidate, place: Place, steps: Count, tokens:
             layers=layers,
             directions=1 if by_direction else spec.directions,
             element_bytes=element_bytes(candidate, place),
-            packed=spec.packs,
+            packed=spec.packs and place.cuda,
             input_gradient=i > 0 or (spec.vocab is not None and "embedding" not in spec.frozen),
         )
         for i in range(spec.layers // layers)
@@ -138,6 +143,9 @@ def between_bytes(step: Pass, index: int) -> Count:
             kept = kept + 2 * (4 * step.tokens * spec.width)
     if step.engine == "onednn" and index == len(step.calls) - 1 and spec.head == "per-step":
         kept = kept + layout_copies(step) * width_bytes  # the head reads a copy, the engine keeps the original
+    if spec.bidirectional and spec.lengths is not None and not step.place.cuda and not step.by_layer:
+        # the second direction reads a copy in its own order of time, and its outputs are turned back (model.py)
+        kept = kept + step.element_bytes * step.tokens * (step.calls[index].inputs + spec.width // 2)
     if dropout:
         kept = kept + width_bytes + step.tokens * (spec.width * (1 if step.place.cuda else 4))
     return kept
@@ -169,7 +177,9 @@ def border_bytes(step: Pass) -> Count:
         return 0
     state = (spec.projection or spec.hidden) + (spec.hidden if spec.cell == "lstm" else 0)
     borders = step.pieces - 1 if step.by_layer else borders_kept(candidate.segments, candidate.levels)
-    return where(candidate.recompute, borders, 0) * candidate.microbatch * (4 * spec.layers * spec.directions * state)
+    marks = 0 if step.place.cuda or not spec.dropout else MARK_BYTES * (spec.layers if step.by_layer else 1)
+    each = candidate.microbatch * (4 * spec.layers * spec.directions * state) + marks
+    return where(candidate.recompute, borders, 0) * each
 
 
 def borders_kept(pieces: Count, levels: Count) -> Count:
@@ -199,7 +209,7 @@ def _groups(pieces: Count, size: Count) -> Count:
 def by_layer_bytes(step: Pass) -> Count:
     """Segments of a bidirectional model: whole outputs of all layers, and one gradient of that size if there are more
     than one (the last output becomes its own gradient)."""
-    whole = step.element_bytes * terms.longest_tokens(step.spec, step.candidate.microbatch) * step.spec.width
+    whole = step.element_bytes * (step.spec.steps * step.candidate.microbatch) * step.spec.width
     return (step.spec.layers + (step.spec.layers > 1)) * whole if step.by_layer else 0
 
 

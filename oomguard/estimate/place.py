@@ -64,9 +64,9 @@ def on_card(card: Card, device: str | None = None) -> Place:
 def engine_for(spec: Spec, candidate: Candidate, place: Place) -> str:
     """The engine that runs the cell: the candidate's, or what PyTorch would take.
 
-    On CUDA that is cuDNN; on the CPU oneDNN for LSTM without projection or packing, otherwise PyTorch's own kernels.
+    On CUDA that is cuDNN; on the CPU oneDNN for LSTM without projection, otherwise PyTorch's own kernels.
     """
-    onednn = spec.cell == "lstm" and spec.projection is None and not spec.packs
+    onednn = spec.cell == "lstm" and spec.projection is None
     if place.cuda:
         possible = ["cudnn", "native"]
     else:
@@ -74,7 +74,7 @@ def engine_for(spec: Spec, candidate: Candidate, place: Place) -> str:
     if candidate.engine is None:
         return possible[0]
     if candidate.engine not in possible:
-        what = "packed " * spec.packs + "projected " * bool(spec.projection) + spec.cell
+        what = "projected " * bool(spec.projection) + spec.cell
         raise MisuseError(
             rule=f"On {place.device}, {what} runs on {' or '.join(possible)}",
             got=f"got --engine {candidate.engine}",

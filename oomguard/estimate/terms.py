@@ -114,7 +114,7 @@ def input_bytes(spec: Spec, candidate: Candidate) -> Count:
 
     `N x (4 I or 8) + targets x (4 O or 8)`, with N targets per step or B at the last.
     """
-    tokens = longest_tokens(spec, candidate.microbatch)
+    tokens = spec.steps * candidate.microbatch  # padded: packing is done on the way into the kernel
     targets = tokens if spec.head == "per-step" else candidate.microbatch
     return tokens * (8 if spec.vocab else 4 * spec.inputs) + targets * _target_bytes(spec)
 

@@ -49,15 +49,6 @@ class Ledger:
         except OSError as error:
             raise self._misuse(error) from None
 
-    def check(self) -> None:
-        """Raise now if nothing can be written here, rather than when there is something to lose."""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with _opened(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT):
-                pass
-        except OSError as error:
-            raise self._misuse(error) from None
-
     def read(self) -> list[Record]:
         """All records, the first first. A line that cannot be read is left out, with a warning that names it."""
         try:
@@ -67,15 +58,15 @@ class Ledger:
             return []
         except OSError as error:
             raise self._misuse(error) from None
-        found = [self._decoded(line, number) for number, line in enumerate(lines, start=1) if line]
-        if torn:
+        found = [self._decoded(line, number) for number, line in enumerate(lines, start=1) if line.strip()]
+        if torn.strip():
             self._warn(len(lines) + 1, "its end is missing")
         return [record for record in found if record is not None]
 
     def _decoded(self, line: bytes, number: int) -> Record | None:
         try:
             return msgspec.json.decode(line, type=Record)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             self._warn(number, str(error))
             return None
 
@@ -86,8 +77,24 @@ class Ledger:
         return MisuseError(
             rule="A ledger must be a file that can be read and written",
             got=f"{self.path} cannot be ({error.strerror})",
-            advice="Give the path of a file in a directory of yours.",
+            advice="Give a directory of yours.",
         )
+
+
+def open_ledger(directory: str) -> Ledger:
+    """The ledger of a directory. It is made now, so that what cannot be written is known before there is something to
+    lose."""
+    if not directory:
+        raise MisuseError(
+            rule="--ledger takes a directory", got="got nothing", advice="Name one, such as --ledger runs."
+        )
+    ledger = Ledger(Path(directory) / RECORDS)
+    try:
+        ledger.path.parent.mkdir(parents=True, exist_ok=True)
+        with _opened(ledger.path, os.O_RDWR | os.O_APPEND | os.O_CREAT):
+            return ledger
+    except OSError as error:
+        raise ledger._misuse(error) from None
 
 
 @contextmanager

@@ -11,30 +11,36 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import weakref
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from signal import Signals
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, NamedTuple, Self
 
 import msgspec
 
 from oomguard.candidate import Candidate
 from oomguard.device import Device, open_device
 from oomguard.errors import MisuseError
+from oomguard.estimate.place import CPU_RUNTIME_BYTES
 from oomguard.probe.record import Answer, Measured, Record, Request, check_seconds, make_record
 from oomguard.probe.verdict import Verdict, judge, judge_exit
 from oomguard.spec import Spec
-from oomguard.units import format_bytes, format_seconds
+from oomguard.units import MIB, format_bytes, format_seconds
 
+TIMEOUT_SECONDS = 600.0
+"""How long a probe may take, unless it is told otherwise."""
 POLL_SECONDS = 0.02
 """How often the child's memory is looked at while it works."""
 REAP_SECONDS = 30.0
 """How long to wait for the end of a killed child: freeing a card can take seconds."""
 TAIL_BYTES = 8192
 """What is kept of a child's last words."""
+WORDS_BYTES = 16 * MIB
+"""When a child has said so much, what it said is dropped: its words are in a file, which can be memory."""
 CHILD_ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "24"}
 """Unless the user has set it. oneDNN keeps the last 1024 kernels it made, about 0.1 MiB each: a child would grow with
 every new shape. A step uses 8 to 22 of them, whatever the number of layers."""
@@ -47,20 +53,19 @@ from oomguard.probe.child import main; main({pid}, {tied})"""
 class Runner:
     """Probes candidates on one device, one after the other. Close it, or use it as a context, to end its child.
 
-    The budget is what the device leaves free when the runner is made, unless a probe is given another.
+    The budget is what the device leaves free when a probe begins, unless it is given one. Threads wait for each other.
 
     >>> Runner("cpu").pid is None
     True
     """
 
-    def __init__(self, device: str = "cpu", *, timeout: float = 120.0, seconds: float = 3.0) -> None:
+    def __init__(self, device: str = "cpu", *, timeout: float = TIMEOUT_SECONDS, seconds: float = 3.0) -> None:
         check_seconds("The time limit of a probe", timeout)
         check_seconds("The seconds to measure", seconds)
         self.device = open_device(device)
-        self.budget = self.device.budget()
         self.timeout, self.seconds = timeout, seconds
-        self._host_bytes = open_device("cpu").budget().left_bytes  # what a child may use there while it runs on a card
         self._child: _Child | None = None
+        self._lock = threading.Lock()  # one child answers one question at a time
 
     @property
     def pid(self) -> int | None:
@@ -79,25 +84,43 @@ class Runner:
         """Run a few real steps of a candidate, and record what came of it, whatever that is."""
         timeout = self.timeout if timeout is None else timeout
         check_seconds("The time limit of a probe", timeout)
-        request = Request(
-            spec=spec,
-            candidate=candidate,
-            device=self.device.name,
-            budget_bytes=max(1, self.budget.left_bytes) if budget_bytes is None else budget_bytes,
-            committed_bytes=self.budget.committed_bytes if committed_bytes is None else committed_bytes,
-            seconds=self.seconds,
-        )
-        began = datetime.now(UTC)
-        try:
-            measured = self._watch(self._ready(request), request, timeout)
-            if not (isinstance(measured, Answer) and measured.fresh):
+        with self._lock:
+            began = datetime.now(UTC)
+            free = self._free()
+            request = Request(
+                spec=spec,
+                candidate=candidate,
+                device=self.device.name,
+                budget_bytes=free.device_bytes if budget_bytes is None else budget_bytes,
+                committed_bytes=free.committed_bytes if committed_bytes is None else committed_bytes,
+                seconds=self.seconds,
+            )
+            limit_bytes = request.budget_bytes if self.device.name == "cpu" else free.host_bytes
+            try:
+                measured = self._watch(self._ready(request), request, timeout, limit_bytes)
+                if not (isinstance(measured, Answer) and measured.fresh):
+                    self.close()
+            except MisuseError as error:  # the device does not have the engine
+                measured = Measured(verdict=judge(error), message=str(error))
+            except OSError as error:  # no child could be started
                 self.close()
-        except MisuseError as error:  # the device does not have the engine
-            measured = Measured(verdict=judge(error), message=str(error))
-        except BaseException:  # Ctrl-C too
-            self.close()
-            raise
-        return make_record(request, measured, began)
+                measured = Measured(verdict=judge(error), message=str(error), error=traceback.format_exc())
+            except BaseException:  # Ctrl-C too
+                self.close()
+                raise
+            return make_record(request, measured, began)
+
+    def _free(self) -> "_Free":
+        """What a child may use now. What the present one holds is free for it, or for the one that takes its place."""
+        here, host = self.device.budget(), open_device("cpu").budget()
+        held = None if self.pid is None else self.device.watch(self.pid)
+        held_bytes = 0 if held is None else held.resident_bytes
+        on_cpu = self.device.name == "cpu"
+        return _Free(
+            device_bytes=max(1, here.left_bytes + (held_bytes if on_cpu else 0)),
+            host_bytes=max(1, host.left_bytes + held_bytes),
+            committed_bytes=host.child_committed_bytes if on_cpu else None,
+        )
 
     def close(self) -> None:
         """End the child, if there is one, and wait for its end."""
@@ -125,28 +148,45 @@ class Runner:
             child = self._child = _Child(environment, kind)
         return child
 
-    def _watch(self, child: "_Child", request: Request, timeout: float) -> Measured:
+    def _watch(self, child: "_Child", request: Request, timeout: float, limit_bytes: int) -> Measured:
         """Send the request, and look at the child until it answers, ends, grows too large or takes too long."""
         deadline = time.monotonic() + timeout
         on_cpu = request.device == "cpu"
-        limit_bytes = request.budget_bytes if on_cpu else self._host_bytes
         seen = _Seen()
         child.send(msgspec.json.encode(request) + b"\n")
         while (line := child.wait(POLL_SECONDS)) is None:
             seen.look(self.device, child.process.pid)
             if seen.resident_bytes > limit_bytes:
                 what = f"It grew to {format_bytes(seen.resident_bytes)}, over its {format_bytes(limit_bytes)}"
-                return seen.told(Verdict.OVER, f"{what} of host memory, and was ended.", child.end(), on_cpu=on_cpu)
+                what += f" of host memory, and was ended.{_too_little(limit_bytes)}"
+                return seen.told(Verdict.OVER, what, child.end(), on_cpu=on_cpu)
+            child.hush()
             if time.monotonic() > deadline:
                 what = f"It was not done after {format_seconds(timeout)}, and was ended."
                 return seen.told(Verdict.TIMEOUT, what, child.end(), on_cpu=on_cpu)
         if not line:
             code = child.ended()
             words = child.end()
-            return seen.told(judge_exit(code, words), _exit_message(code), words, on_cpu=on_cpu)
+            what = _exit_message(code) + _too_little(min(limit_bytes, request.committed_bytes or limit_bytes))
+            return seen.told(judge_exit(code, words), what, words, on_cpu=on_cpu)
         answer = msgspec.json.decode(line, type=Answer)
         committed_bytes = max(answer.committed_bytes or 0, seen.committed_bytes) if on_cpu else None
         return msgspec.structs.replace(answer, committed_bytes=committed_bytes or None)
+
+
+class _Free(NamedTuple):
+    """What a child may use."""
+
+    device_bytes: int
+    host_bytes: int
+    committed_bytes: int | None
+
+
+def _too_little(limit_bytes: int) -> str:
+    """A word about limits in which not even an empty process fits."""
+    if limit_bytes >= CPU_RUNTIME_BYTES:
+        return ""
+    return f" Python and torch alone need about {format_bytes(CPU_RUNTIME_BYTES)}."
 
 
 class _Seen:
@@ -179,14 +219,18 @@ class _Child:
         self.kind = kind
         own = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
         self.stderr = tempfile.TemporaryFile()  # noqa: SIM115  a pipe that nobody reads would fill up
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _program()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.stderr,
-            env=CHILD_ENVIRONMENT | own | environment,
-            bufsize=0,
-        )
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _program()],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self.stderr,
+                env=CHILD_ENVIRONMENT | own | environment,
+                bufsize=0,
+            )
+        except OSError:
+            self.stderr.close()
+            raise
         self._end = weakref.finalize(self, _reap, self.process, self.stderr, os.getpid())
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -220,6 +264,12 @@ class _Child:
             return line if newline else b""
         self._unread = line
         return None
+
+    def hush(self) -> None:
+        """Drop what it said, if that is too much."""
+        if os.fstat(self.stderr.fileno()).st_size > WORDS_BYTES:
+            os.lseek(self.stderr.fileno(), 0, os.SEEK_SET)
+            self.stderr.truncate(0)
 
     def ended(self) -> int:
         """The exit code of a child that has closed its pipe: negative for a signal."""

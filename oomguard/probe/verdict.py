@@ -45,7 +45,7 @@ _ADVICE = {
     "microbatch, or raise the budget.",
     Verdict.OVER: "It ran over the budget: lower the microbatch, raise the segments, or raise the budget.",
     Verdict.OOM: "Memory ran out: lower the microbatch, raise the segments, or raise the budget.",
-    Verdict.UNSUPPORTED: "It cannot run here, whatever the memory: change its precision, engine or segments.",
+    Verdict.UNSUPPORTED: "It cannot run here, whatever the memory: change what is named (precision, engine, segments).",
     Verdict.TIMEOUT: "It was not done in time: raise the time limit, or lower the segments or the sequence length.",
     Verdict.CRASHED: "The process that ran it crashed: try another engine, and report the error with this record.",
     Verdict.KILLED: "The process that ran it was killed from outside, most likely since the machine ran out of memory: "

@@ -49,10 +49,10 @@ def asked(draw: st.DrawFn) -> tuple[Spec, Candidate]:
         draw(st.sampled_from(["segments"] if spec.bidirectional else ["segments", "window"])): draw(
             st.integers(1, spec.steps)
         ),
-        "levels": draw(st.integers(1, 3)),
         "keep": draw(st.sampled_from(["device", "host"])),
     }
     knobs["recompute"] |= spec.bidirectional
+    knobs["levels"] = draw(st.integers(1, 3)) if knobs["recompute"] and not spec.bidirectional else 1
     return spec, make_candidate(spec, **knobs)
 
 
@@ -198,11 +198,15 @@ def test_the_input_pipeline_is_the_hosts_on_a_card_and_the_processs_on_the_cpu()
     assert here.terms["loader"] > 0
 
 
-@pytest.mark.parametrize(("place", "most"), [(CPU, 0.4), (A100, 0.3)], ids=["cpu", "card"])  # a step costs on the CPU
-def test_packed_sequences_cost_their_own_tokens_only(place: Place, most: float) -> None:
+def test_packed_sequences_cost_their_own_tokens_only() -> None:
     fields: dict[str, Any] = {"cell": "gru", "lengths": {1000: 2, 10: 1000}, "hidden": 512}
-    packed, padded = peak(place, packed=True, **fields), peak(place, **fields)
-    assert packed.terms["activations"] < most * padded.terms["activations"]
+    packed, padded = peak(A100, packed=True, **fields), peak(A100, **fields)
+    assert packed.terms["activations"] < 0.3 * padded.terms["activations"]
+
+
+def test_the_cpu_computes_the_padding_of_packed_sequences_too() -> None:
+    fields: dict[str, Any] = {"cell": "gru", "lengths": {1000: 2, 10: 1000}, "hidden": 512}
+    assert peak(CPU, packed=True, **fields).total_bytes == peak(CPU, **fields).total_bytes
 
 
 def test_an_engine_that_cannot_run_the_cell_is_misuse() -> None:

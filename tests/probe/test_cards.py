@@ -1,11 +1,15 @@
 """Probes on a CUDA card, whichever is there."""
 
-from collections.abc import Iterator
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
-from probe.probing import is_running, one_thread
+from device.cards import two_cards
+from probe.probing import is_running, meanwhile, one_thread
 
 from oomguard.device import open_device
 from oomguard.probe.runner import Runner
@@ -128,3 +132,44 @@ def test_a_probe_that_takes_too_long_is_ended(runner: Runner) -> None:
         assert slow.pid is None or not is_running(slow.pid)
     assert record.verdict is Verdict.TIMEOUT
     assert record.seconds < 10
+
+
+@pytest.mark.parametrize(
+    ("number", "verdict"),
+    [(signal.SIGKILL, Verdict.KILLED), (signal.SIGSEGV, Verdict.CRASHED), (None, Verdict.TIMEOUT)],
+)
+def test_what_happens_to_a_child_in_the_middle_of_a_probe_is_its_verdict(
+    runner: Runner, number: signal.Signals | None, verdict: Verdict
+) -> None:
+    """It is stopped first, so that it is surely at work when the signal comes."""
+    assert runner.probe(LSTM, one_thread(LSTM)).verdict is Verdict.FITS
+    pid = runner.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+
+    def strike() -> None:
+        for one in (number, signal.SIGCONT) if number is not None else ():
+            with suppress(ProcessLookupError):
+                os.kill(pid, one)
+
+    with meanwhile(strike):
+        record = runner.probe(LSTM, one_thread(LSTM), timeout=5)
+    assert record.verdict is verdict
+    assert runner.probe(LSTM, one_thread(LSTM)).verdict is Verdict.FITS
+
+
+@two_cards
+def test_each_card_has_its_own_probes() -> None:
+    with Runner("cuda:0", seconds=1) as first, Runner("cuda:1", seconds=1) as second:
+        records = [runner.probe(LSTM, one_thread(LSTM)) for runner in (first, second)]
+    assert [record.device for record in records] == ["cuda:0", "cuda:1"]
+    assert records[0].reserved_bytes == records[1].reserved_bytes
+
+
+def test_what_a_neighbour_takes_is_not_offered_to_a_probe(neighbour: Callable[[int], None]) -> None:
+    with Runner("cuda", seconds=1) as runner:
+        before = runner.probe(LSTM, one_thread(LSTM))
+        neighbour(1024 * MIB)
+        after = runner.probe(LSTM, one_thread(LSTM))
+    assert after.verdict is Verdict.FITS
+    assert after.budget_bytes <= before.budget_bytes - 1000 * MIB

@@ -1,10 +1,12 @@
 """Faults, injected for real: each ends in its verdict within its time, and the next probe works."""
 
 import os
+import resource
 import select
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -204,3 +206,43 @@ def test_a_request_that_cannot_be_read_is_answered_and_the_next_one_too() -> Non
     assert select.select([child.stdout], [], [], 0)[0]
     assert child.stdout.read() == b""
     child.stdout.close()
+
+
+def test_a_child_that_cannot_be_started_at_all_is_a_record_too(runner: Runner) -> None:
+    runner.close()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (psutil.Process().num_fds() + 1, hard))
+    try:
+        record = runner.probe(TINY, one_thread(TINY))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert record.verdict is Verdict.BROKEN
+    assert "Too many open files" in record.message
+    warm_pid(runner)
+
+
+def test_a_child_that_talks_for_ever_does_not_fill_the_disk(
+    runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch.py").write_text("import sys\nwhile True: sys.stderr.write('word ' * 100_000)")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    runner.close()
+    most = []
+    with meanwhile(lambda: most.append(said_bytes(runner)), seconds=2.5):
+        record = runner.probe(TINY, one_thread(TINY), timeout=3)
+    assert record.verdict is Verdict.TIMEOUT
+    assert 0 < most[0] < 200 * MIB
+    monkeypatch.undo()
+    warm_pid(runner)
+
+
+def said_bytes(runner: Runner) -> int:
+    """What the child's words take on the disk."""
+    return os.stat(f"/proc/{runner.pid}/fd/2").st_blocks * 512
+
+
+def test_a_budget_in_which_nothing_fits_says_so(runner: Runner) -> None:
+    record = runner.probe(TINY, one_thread(TINY), budget_bytes=MIB)
+    assert record.verdict is Verdict.OVER
+    assert "Python and torch alone need about" in record.message

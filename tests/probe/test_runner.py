@@ -5,9 +5,11 @@ import os
 import signal
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import psutil
 import pytest
 from probe.probing import LONG, TINY, WIDE, children, is_running, meanwhile, one_thread, warm_pid
@@ -15,6 +17,7 @@ from probe.probing import LONG, TINY, WIDE, children, is_running, meanwhile, one
 from oomguard.device.cpu import cpu_precisions
 from oomguard.errors import MisuseError
 from oomguard.estimate.breakdown import estimate_step
+from oomguard.estimate.terms import elements, parameters
 from oomguard.probe.record import Record, Request
 from oomguard.probe.runner import Runner
 from oomguard.probe.verdict import Verdict
@@ -59,19 +62,45 @@ def test_probes_follow_each_other_in_one_child(shared: Runner) -> None:
     assert record.seconds < 2
 
 
+OTHERS = (
+    *((300, 64, 16), (20, 8, 2), (60, 128, 32), (200, 48, 8), (100, 96, 4)),
+    *((350, 32, 16), (30, 64, 16), (250, 16, 16)),
+)
+"""Time steps, hidden size and batch: larger and smaller ones."""
+
+
 def test_a_record_does_not_depend_on_what_ran_before(shared: Runner) -> None:
     with Runner(seconds=0.5) as new:
         alone = new.probe(GRU, one_thread(GRU))
-    for seq, hidden, batch in ((300, 64, 16), (20, 8, 2), (60, 128, 32), (200, 48, 8), (100, 96, 4), (350, 32, 16)):
+    shared.close()
+    pids = set()
+    for seq, hidden, batch in OTHERS:
         other = msgspec.structs.replace(GRU, seq=seq, hidden=hidden, batch=batch)
         assert shared.probe(other, one_thread(other)).verdict is Verdict.FITS
-    assert shared.probe(GRU, one_thread(GRU, segments=5)).verdict is Verdict.FITS
-    assert shared.probe(GRU, one_thread(GRU, microbatch=5)).verdict is Verdict.FITS
-    before = shared.pid
+        pids.add(shared.pid)
+    for knobs in ({"segments": 5}, {"microbatch": 5}):
+        assert shared.probe(GRU, one_thread(GRU, **knobs)).verdict is Verdict.FITS
+        pids.add(shared.pid)
     after = shared.probe(GRU, one_thread(GRU))
-    assert before is not None  # it was not a new child that gave the same answer
+    assert pids == {shared.pid}  # all in one child
     assert after.peak_bytes == pytest.approx(alone.peak_bytes, rel=0.01)
     assert after.committed_bytes == pytest.approx(alone.committed_bytes, rel=0.05)
+
+
+def test_threads_that_share_a_runner_get_their_own_records(shared: Runner) -> None:
+    specs = [msgspec.structs.replace(TINY, hidden=hidden) for hidden in (4, 32)] * 4
+    with ThreadPoolExecutor(4) as pool:
+        records = list(pool.map(lambda spec: shared.probe(spec, one_thread(spec)), specs))
+    assert [record.spec.hidden for record in records] == [spec.hidden for spec in specs]
+    weights = [record.terms["weights"] if record.terms else None for record in records]
+    assert weights == [4 * sum(map(elements, parameters(spec).values())) for spec in specs]
+
+
+def test_the_budget_is_what_is_free_when_the_probe_begins(shared: Runner) -> None:
+    before = shared.probe(TINY, one_thread(TINY))
+    held = np.ones(1 << 29, dtype=np.uint8)
+    after = shared.probe(TINY, one_thread(TINY))
+    assert after.budget_bytes < before.budget_bytes - len(held) // 2
 
 
 def test_the_parent_does_not_grow(shared: Runner) -> None:
@@ -167,15 +196,21 @@ def test_the_child_runs_this_very_package_from_any_directory(tmp_path: Path, mon
         assert runner.probe(TINY, one_thread(TINY)).verdict is Verdict.FITS
 
 
+def shared_memory() -> set[str]:
+    return {one.name for one in Path("/dev/shm").iterdir()}
+
+
 def test_nothing_is_left_after_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    before = children()
+    before, memory = children(), shared_memory()
     with Runner() as runner:
         pid = warm_pid(runner)
         assert is_running(pid)
+        assert shared_memory() == memory
         assert list(tmp_path.iterdir()) == []
     assert not psutil.pid_exists(pid)
     assert children() == before
+    assert shared_memory() == memory
     runner.close()  # again, for nothing
 
 
