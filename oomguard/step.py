@@ -103,10 +103,10 @@ def step(training: Training, microbatches: Iterable[Microbatch], targets: int, c
     `targets` is the number of real targets in the whole batch (`bptt.count_targets`), so that unequal microbatches
     weigh what they hold. `clip` is the largest norm of the whole batch's gradient.
     """
-    scale = 1.0 / max(1, targets)
-    done = False
+    scale, done = 1.0 / max(1, targets), False
+    scaled = _scaled(training, scale)
     try:
-        total = _accumulate(training, microbatches, _scaled(training, scale))
+        total = _accumulate(training, microbatches, scaled)
         skipped, norm = _update(training, clip)
         done = True
     finally:  # a step that fails leaves no part of its gradient to the next one

@@ -13,6 +13,7 @@ from oomguard.candidate import Candidate, make_candidate
 from oomguard.device import open_device
 from oomguard.estimate.breakdown import estimate_step
 from oomguard.estimate.place import on_card
+from oomguard.model import trainable
 from oomguard.spec import Spec
 from oomguard.step import Training, prepare, step
 
@@ -67,6 +68,9 @@ def run(spec: Spec, candidate: Candidate) -> Training:
     training = prepare(spec, candidate, "cuda")
     for _ in range(2):
         step(training, microbatches(spec, candidate), targets=spec.batch * spec.steps, clip=1.0)
+    # Adam makes a state for what has had a gradient: every weight was reached
+    assert len(training.optimizer.state) == len(trainable(training.model))
+    assert all(parameter.grad is None for parameter in training.model.parameters())
     return training
 
 

@@ -64,6 +64,9 @@ class Device(Protocol):
     def watch(self, pid: int) -> Watched | None:
         """What another process uses of the host's memory now; None if it is gone or has ended."""
 
+    def held(self, pid: int) -> int:
+        """The bytes that another process holds of this device now, as far as anybody says."""
+
 
 def open_device(name: str) -> Device:
     """The device of that name, if this process can run on it: `cpu`, `cuda` or `cuda:1`.

@@ -122,6 +122,11 @@ class Cpu(msgspec.Struct, frozen=True):
         """What another process uses of the host's memory now; None if it is gone or has ended."""
         return watch(pid)
 
+    def held(self, pid: int) -> int:
+        """The bytes that another process holds of the host's memory now; 0 if it is gone."""
+        found = watch(pid)
+        return 0 if found is None else found.resident_bytes
+
 
 @dataclass(slots=True)
 class _Marks:

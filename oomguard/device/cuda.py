@@ -132,6 +132,10 @@ class Cuda(msgspec.Struct, frozen=True):
         """What another process uses of the host's memory now; None if it is gone or has ended."""
         return watch(pid)
 
+    def held(self, pid: int) -> int:
+        """The bytes that another process holds of the card now, by NVML; 0 where it does not say."""
+        return sum(one.used_bytes or 0 for one in self.present().holders if one.pid == pid)
+
     def _all_retries(self) -> int:
         return int(_torch().cuda.memory_stats(self.index).get("num_alloc_retries", 0))
 

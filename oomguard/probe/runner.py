@@ -112,14 +112,13 @@ class Runner:
 
     def _free(self) -> "_Free":
         """What a child may use now. What the present one holds is free for it, or for the one that takes its place."""
-        here, host = self.device.budget(), open_device("cpu").budget()
-        held = None if self.pid is None else self.device.watch(self.pid)
-        held_bytes = 0 if held is None else held.resident_bytes
-        on_cpu = self.device.name == "cpu"
+        here, cpu = self.device, open_device("cpu")
+        host = cpu.budget()
+        held_here, held_there = (0, 0) if self.pid is None else (here.held(self.pid), cpu.held(self.pid))
         return _Free(
-            device_bytes=max(1, here.left_bytes + (held_bytes if on_cpu else 0)),
-            host_bytes=max(1, host.left_bytes + held_bytes),
-            committed_bytes=host.child_committed_bytes if on_cpu else None,
+            device_bytes=max(1, here.budget().left_bytes + held_here),
+            host_bytes=max(1, host.left_bytes + held_there),
+            committed_bytes=host.child_committed_bytes if here.name == "cpu" else None,
         )
 
     def close(self) -> None:

@@ -192,9 +192,12 @@ def test_releasing_empties_the_cache(cuda: Cuda) -> None:
     assert near(cuda.reading().now_bytes, before)
 
 
-def test_waiting_returns(cuda: Cuda) -> None:
+def test_after_waiting_nothing_is_left_to_do(cuda: Cuda) -> None:
+    import torch
+
     hold(BIG_BYTES)
     cuda.wait()
+    assert torch.cuda.current_stream().query()
 
 
 @pytest.mark.parametrize(("engine", "enabled"), [(None, True), ("cudnn", True), ("native", False)])

@@ -11,6 +11,7 @@ from device.fake_nvml import KEPT_BYTES, answer, card, process
 
 from oomguard.device import limits, nvml
 from oomguard.device.budget import Budget
+from oomguard.device.cuda import Cuda
 from oomguard.errors import MisuseError
 from oomguard.units import GIB, MIB
 
@@ -130,6 +131,11 @@ def test_what_this_process_holds_is_not_lost_to_it(plain: pytest.MonkeyPatch) ->
     answer(plain, card(free=10 * GIB, processes=[process(os.getpid(), GIB), process(4711, 3 * GIB)]))
     found = budget()
     assert (found.limit_bytes, found.left_bytes) == (11 * GIB, 10 * GIB)
+
+
+def test_what_another_process_holds_is_told_by_its_number(plain: pytest.MonkeyPatch) -> None:
+    answer(plain, card(processes=[process(4711, 3 * GIB), process(4712, GIB)]))
+    assert [Cuda(0).held(pid) for pid in (4711, 4712, 1)] == [3 * GIB, GIB, 0]
 
 
 def test_the_source_names_who_else_holds_memory(plain: pytest.MonkeyPatch) -> None:
