@@ -16,21 +16,29 @@ __all__ = [
     "Estimate",
     "Ledger",
     "MisuseError",
+    "NothingFitsError",
     "OomguardError",
+    "Plan",
     "Record",
     "Runner",
     "Spec",
     "Verdict",
     "__version__",
     "estimate",
+    "find_feasible_config",
+    "load_plan",
     "probe",
+    "save_plan",
 ]
 
 if TYPE_CHECKING:
-    from oomguard.api import estimate, probe
+    from oomguard.api import estimate, find_feasible_config, probe
     from oomguard.candidate import Candidate
     from oomguard.errors import MisuseError, OomguardError
     from oomguard.estimate.breakdown import Estimate
+    from oomguard.plan.shortfall import NothingFitsError
+    from oomguard.plan.store import load_plan, save_plan
+    from oomguard.plan.value import Plan
     from oomguard.probe.ledger import Ledger
     from oomguard.probe.record import Record
     from oomguard.probe.runner import Runner
@@ -42,13 +50,18 @@ else:
         "Estimate": "oomguard.estimate.breakdown",
         "Ledger": "oomguard.probe.ledger",
         "MisuseError": "oomguard.errors",
+        "NothingFitsError": "oomguard.plan.shortfall",
         "OomguardError": "oomguard.errors",
+        "Plan": "oomguard.plan.value",
         "Record": "oomguard.probe.record",
         "Runner": "oomguard.probe.runner",
         "Spec": "oomguard.spec",
         "Verdict": "oomguard.probe.verdict",
         "estimate": "oomguard.api",
+        "find_feasible_config": "oomguard.api",
+        "load_plan": "oomguard.plan.store",
         "probe": "oomguard.api",
+        "save_plan": "oomguard.plan.store",
     }
 
     # `oomguard.estimate` is the function, yet a subpackage has that name too, and Python would bind the name to the

@@ -1,5 +1,6 @@
 """The whole tool on one screen: every verb as a function."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +18,15 @@ from oomguard.estimate.batch import estimate_batch
 from oomguard.estimate.breakdown import Estimate, estimate_step
 from oomguard.estimate.margin import margin_bytes
 from oomguard.estimate.place import CPU, Place, on_card, resident_within
+from oomguard.plan.find import Question, find_plan
+from oomguard.plan.value import Plan
 from oomguard.presets import make_spec
 from oomguard.probe.record import Record
 from oomguard.probe.runner import TIMEOUT_SECONDS, Runner
+from oomguard.search.run import MAX_PROBES, Limits, Progress
+from oomguard.search.run import TIMEOUT_SECONDS as SEARCH_SECONDS
 from oomguard.spec import Spec
-from oomguard.units import MAX_BYTES, format_bytes
+from oomguard.units import MAX_BYTES, format_bytes, parse_bytes
 
 
 def estimate(
@@ -83,6 +88,52 @@ def probe(
         )
     with Runner(device, timeout=timeout) as runner:
         return runner.probe(spec, found, budget_bytes=budget_bytes)
+
+
+def find_feasible_config(
+    spec: Spec | None = None,
+    *,
+    budget: int | str | None = None,
+    device: str = "cpu",
+    maximize: str | Sequence[str] = "throughput",
+    allow: str | Sequence[str] = "precision",
+    max_probes: int = MAX_PROBES,
+    timeout: float = SEARCH_SECONDS,
+    ledger: str | None = None,
+    storage: str | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    **fields: Any,
+) -> Plan:
+    """Find the fastest (or largest, or longest) candidate that fits, by a search that probes real runs, as a `Plan`.
+
+    Fields of the spec may be given by name, and knobs that are to be fixed. `budget` is bytes or a size such as
+    "6GiB"; `maximize` and `allow` are as `--maximize` and `--allow` take them; several devices, "cuda:0,cuda:1", search
+    together. Raises `NothingFitsError` if not even the smallest candidate fits.
+
+    >>> plan = find_feasible_config(cell="gru", seq=50, hidden=16, batch=4, threads=1, max_probes=2)
+    >>> plan.ooms, plan.candidate.microbatch * plan.candidate.accumulation >= 4
+    (0, True)
+    """
+    spec = _spec(spec, {name: value for name, value in fields.items() if name not in KNOBS})
+    question = Question(
+        spec=spec,
+        devices=_words(device),
+        budget_bytes=parse_bytes(budget) if isinstance(budget, str) else budget,
+        maximize=_words(maximize),
+        allow=tuple(word for word in _words(allow) if word != "none"),
+        fixed={name: value for name, value in fields.items() if name in KNOBS and value is not None},
+        limits=Limits(max_probes=max_probes, seconds=timeout),
+        ledger=ledger,
+        storage=storage,
+    )
+    check_whole("budget", question.budget_bytes, 1, MAX_BYTES)
+    return find_plan(question, find_place(question.devices[0]), find_budget(question.devices[0]), progress)
+
+
+def _words(text: str | Sequence[str]) -> tuple[str, ...]:
+    """`throughput,seq` as its words."""
+    words = text.split(",") if isinstance(text, str) else text
+    return tuple(str(word).strip() for word in words if str(word).strip())
 
 
 def find_place(device: str) -> Place:

@@ -34,6 +34,12 @@ class Device(Protocol):
     def precisions(self) -> tuple[str, ...]:
         """What its hardware computes in: `fp32`, and which of `fp16` and `bf16`."""
 
+    def library(self) -> str | None:
+        """What its kernels come from, with the version; None if torch does not say. Imports torch."""
+
+    def driver(self) -> str | None:
+        """The version of its driver; None if it has none, or nobody says."""
+
     def budget(self) -> Budget:
         """What this process may use there, all it holds already included."""
 

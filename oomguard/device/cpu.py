@@ -2,6 +2,8 @@
 
 import ctypes
 import gc
+import math
+import os
 import platform
 import re
 from contextlib import suppress
@@ -53,6 +55,17 @@ class Cpu(msgspec.Struct, frozen=True):
     def precisions(self) -> tuple[str, ...]:
         """What oneDNN can train in on this processor."""
         return cpu_precisions()
+
+    def library(self) -> str | None:
+        """oneDNN with its version, as torch was built with it."""
+        import torch
+
+        found = re.search(r"(?:MKL-DNN|oneDNN) v?(\d[\w.]*)", torch.__config__.show())
+        return None if found is None else f"oneDNN {found[1]}"
+
+    def driver(self) -> str | None:
+        """A processor needs none."""
+        return None
 
     def budget(self) -> Budget:
         """What this process may use: the least of free RAM, cgroups and rlimits (one set by `enforce` included)."""
@@ -126,6 +139,13 @@ class Cpu(msgspec.Struct, frozen=True):
         """The bytes that another process holds of the host's memory now; 0 if it is gone."""
         found = watch(pid)
         return 0 if found is None else found.resident_bytes
+
+
+def cores() -> int:
+    """Processors that this process may use: those that it may run on, or as many as its cgroup pays for."""
+    ask = getattr(os, "sched_getaffinity", None)
+    allowed = len(ask(0)) if ask is not None else os.cpu_count() or 1
+    return max(1, min(allowed, math.ceil(limits.cpu_quota() or allowed)))
 
 
 @dataclass(slots=True)

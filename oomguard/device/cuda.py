@@ -64,6 +64,18 @@ class Cuda(msgspec.Struct, frozen=True):
         """What the card's hardware computes in."""
         return self.present().precisions
 
+    def library(self) -> str | None:
+        """cuDNN with its version, as it is loaded."""
+        number = _torch().backends.cudnn.version()
+        if number is None:
+            return None
+        unit = 10_000 if number >= 90_000 else 1_000  # 8907 is 8.9.7, 91002 is 9.10.2
+        return f"cuDNN {number // unit}.{number % unit // 100}.{number % 100}"
+
+    def driver(self) -> str | None:
+        """The version of NVIDIA's driver, by NVML."""
+        return nvml.driver()
+
     def budget(self) -> Budget:
         """What this process may use of the card, all it holds there already included."""
         torch = sys.modules.get("torch")

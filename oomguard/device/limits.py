@@ -153,6 +153,19 @@ def _cgroups(proc: Path, own: _Own) -> Iterator[Limit]:
         yield from _v2_limits(groups, own) if mount.version == 2 else _v1_limits(groups, own)
 
 
+def cpu_quota(proc: Path = PROC) -> float | None:
+    """Processors that the cgroups (v2) of this process pay for, at most; None if none says so."""
+    own, paths = _own(proc), _group_paths(read_text(proc / "self/cgroup"))
+    shares: list[float] = []
+    for mount in _mounts(read_text(proc / "self/mountinfo")):
+        if mount.version == 2 and 2 in paths:
+            for group in _way_up(mount, paths[2], own.pid):
+                quota, _, period = read_text(group / "cpu.max").strip().partition(" ")
+                if quota.isdecimal() and period.isdecimal() and int(period):
+                    shares.append(int(quota) / int(period))
+    return min(shares, default=None)
+
+
 def _group_paths(text: str) -> dict[int, str]:
     """The process's group in v2 and in v1's memory hierarchy, from the lines of /proc/self/cgroup.
 

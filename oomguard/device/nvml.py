@@ -25,6 +25,15 @@ def count() -> int:
         return len(_visible(nvml))
 
 
+def driver() -> str | None:
+    """The driver's version; None where NVML does not answer."""
+    try:
+        with _nvml() as nvml:
+            return str(nvml.nvmlSystemGetDriverVersion())
+    except NoNvmlError:
+        return None
+
+
 def present(index: int = 0) -> Present:
     """Card `cuda:index` as it is now."""
     with _nvml() as nvml:

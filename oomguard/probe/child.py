@@ -129,7 +129,7 @@ class Server:
 
     def _measure(self, request: Request, device: "Device") -> Answer:
         """Warm up, limit, run, read."""
-        from oomguard.probe.sample import PASSES, Meter
+        from oomguard.probe.sample import Meter
 
         self._warm_up(request, device)
         device.release()
@@ -139,7 +139,7 @@ class Server:
         meter.warm_up()
         verdict = Verdict.FITS
         while verdict is not Verdict.OVER and len(meter.update_seconds) < request.steps:
-            if len(meter.pass_seconds) >= PASSES and meter.spent >= request.seconds:
+            if len(meter.pass_seconds) >= request.passes and meter.spent >= request.seconds:
                 break
             meter.step()
             reading = device.reading()
@@ -155,6 +155,7 @@ class Server:
             reserved_bytes=reading.reserved_bytes,
             terms=terms | {"rest": reading.peak_bytes - sum(terms.values())},
             retries=reading.retries,
+            library=device.library(),
             **meter.figures(),
         )
 

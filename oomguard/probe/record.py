@@ -31,9 +31,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     committed_bytes: int | None = None
     """CPU: what the process may commit; None if nothing limits that."""
     seconds: float = 3.0
-    """Once the measured steps have taken so long, no further one begins (but two passes are always measured)."""
+    """Once the measured steps have taken so long, no further one begins (but `passes` are always measured)."""
     steps: int = 3
     """Steps to measure, if there is time."""
+    passes: int = 2
+    """Passes of a measured step, and the least that are measured. One is enough to see whether a long one fits."""
     seed: int = 0
     """Of weights and data: the same request gives the same numbers."""
 
@@ -43,6 +45,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         check_whole("a budget of committed bytes", self.committed_bytes, 1, MAX_BYTES)
         check_seconds("The seconds to measure", self.seconds)
         check_whole("steps", self.steps, 1, 1000, optional=False)
+        check_whole("passes", self.passes, 1, 2, optional=False)
         check_whole("seed", self.seed, 0, (1 << 63) - 1, optional=False)
 
     @property
@@ -80,6 +83,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """Real time steps of real sequences (padding not counted) per second of training."""
     seconds_per_pass: float | None = None
     """Forward and backward of one full microbatch (median)."""
+    fastest_pass_seconds: float | None = None
+    """The fastest pass: what comparisons go by, since whatever else runs on the machine only slows one down."""
     seconds_per_update: float | None = None
     """The optimizer's part of a step (median)."""
     passes: int = 0
@@ -88,6 +93,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """Steps measured. 0: every figure is of an attempt."""
     retries: int = 0
     """CUDA: how often the allocator had to empty its cache and ask again."""
+    library: str | None = None
+    """What the kernels come from, such as `oneDNN 3.7.1` or `cuDNN 9.10.2`."""
     skipped: int = 0
     """fp16: measured steps that updated nothing, since gradients overflowed."""
 
@@ -108,6 +115,8 @@ class Record(Measured, frozen=True, kw_only=True):
     """How."""
     device: str
     """Where: `cpu`, `cuda:0`."""
+    title: str | None = None
+    """The processor's or the card's name."""
     engine: str | None
     """The kernel that ran the cell; None if the device does not have the one asked for."""
     budget_bytes: int
@@ -132,7 +141,7 @@ class Record(Measured, frozen=True, kw_only=True):
             raise MisuseError(rule="A record of BROKEN has its error", got="got none", advice="Add the traceback.")
 
 
-def make_record(request: Request, measured: Measured, began: datetime) -> Record:
+def make_record(request: Request, measured: Measured, began: datetime, title: str | None = None) -> Record:
     """The record of a request that began at that time and has just been answered."""
     found = {name: getattr(measured, name) for name in Measured.__struct_fields__}
     return Record(
@@ -140,10 +149,11 @@ def make_record(request: Request, measured: Measured, began: datetime) -> Record
         spec=request.spec,
         candidate=request.candidate,
         device=request.device,
+        title=title,
         engine=engine_of(request),
         budget_bytes=request.budget_bytes,
         committed_budget_bytes=request.committed_bytes,
-        torch=_torch_version(),
+        torch=torch_version(),
         started=began.isoformat(timespec="milliseconds"),
         seconds=(datetime.now(UTC) - began).total_seconds(),
     )
@@ -168,7 +178,7 @@ def check_seconds(name: str, seconds: object) -> None:
 
 
 @cache
-def _torch_version() -> str | None:
+def torch_version() -> str | None:
     """By its package: the process that asks does not import torch."""
     try:
         return metadata.version("torch")

@@ -80,20 +80,28 @@ class Runner:
         budget_bytes: int | None = None,
         committed_bytes: int | None = None,
         timeout: float | None = None,
+        seconds: float | None = None,
+        steps: int = 3,
+        passes: int = 2,
     ) -> Record:
-        """Run a few real steps of a candidate, and record what came of it, whatever that is."""
+        """Run a few real steps of a candidate, and record what came of it, whatever that is.
+
+        `seconds`, `steps` and `passes` say how much is measured, as in `Request`.
+        """
         timeout = self.timeout if timeout is None else timeout
         check_seconds("The time limit of a probe", timeout)
         with self._lock:
             began = datetime.now(UTC)
-            free = self._free()
+            free = self.free()
             request = Request(
                 spec=spec,
                 candidate=candidate,
                 device=self.device.name,
                 budget_bytes=free.device_bytes if budget_bytes is None else budget_bytes,
                 committed_bytes=free.committed_bytes if committed_bytes is None else committed_bytes,
-                seconds=self.seconds,
+                seconds=self.seconds if seconds is None else seconds,
+                steps=steps,
+                passes=passes,
             )
             limit_bytes = request.budget_bytes if self.device.name == "cpu" else free.host_bytes
             try:
@@ -108,14 +116,14 @@ class Runner:
             except BaseException:  # Ctrl-C too
                 self.close()
                 raise
-            return make_record(request, measured, began)
+            return make_record(request, measured, began, self.device.title())
 
-    def _free(self) -> "_Free":
+    def free(self) -> "Free":
         """What a child may use now. What the present one holds is free for it, or for the one that takes its place."""
         here, cpu = self.device, open_device("cpu")
         host = cpu.budget()
         held_here, held_there = (0, 0) if self.pid is None else (here.held(self.pid), cpu.held(self.pid))
-        return _Free(
+        return Free(
             device_bytes=max(1, here.budget().left_bytes + held_here),
             host_bytes=max(1, host.left_bytes + held_there),
             committed_bytes=host.child_committed_bytes if here.name == "cpu" else None,
@@ -173,7 +181,7 @@ class Runner:
         return msgspec.structs.replace(answer, committed_bytes=committed_bytes or None)
 
 
-class _Free(NamedTuple):
+class Free(NamedTuple):
     """What a child may use."""
 
     device_bytes: int

@@ -1,0 +1,5 @@
+"""The plan: the chosen candidate, its fallbacks, the evidence and the environment, as one value and one JSON file.
+
+value.py says what a plan is, make.py makes one of what a search found, ladder.py its fallbacks, shortfall.py what to
+say if nothing fits, store.py writes, reads and checks the file.
+"""

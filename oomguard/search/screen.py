@@ -1,0 +1,156 @@
+"""The screen: what of the space fits by estimate and margin, and what records say of it. Nothing is run."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from oomguard.calibrate import REPEAT, Calibration, Prediction, cold, faults, same_model
+from oomguard.candidate import Candidate, Candidates
+from oomguard.estimate.batch import estimate_batch
+from oomguard.estimate.breakdown import Estimate
+from oomguard.probe.record import Record
+from oomguard.probe.verdict import Verdict
+from oomguard.search.problem import Problem
+from oomguard.search.space import grid, lossy, pick
+from oomguard.spec import Spec
+from oomguard.units import MIB
+
+REPEAT_BYTES = 2 * MIB
+"""What a peak may come out higher by, whatever its size."""
+SETTING = ("engine", "precision", "allocator", "offload", "keep", "update", "state_8bit")
+"""Knobs that decide on what code runs. If it does not run once, it never does."""
+CAUTION = 0.5
+"""By how many standard deviations a predicted time is raised before it is compared with measured ones."""
+HOPELESS = ("UNSUPPORTED", "CRASHED", "BROKEN")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Screened:
+    """The space of one spec, with what is expected and known of every candidate. All figures are arrays."""
+
+    spec: Spec
+    candidates: Candidates
+    estimate: Estimate
+    prediction: Prediction
+    peak_bytes: Any
+    """The peak: measured where that very candidate has run, predicted elsewhere."""
+    safe_bytes: Any
+    """The peak and its margin."""
+    fits: Any
+    """Whether it runs, and that is within the budget."""
+    seconds: Any
+    """Of a step, where the candidate (or a shortened one) has been timed; elsewhere nan."""
+    longest: Any
+    """The longest sequences that it has been run with; 0 if never."""
+    timeable: Any
+    """Whether short sequences tell the time of long ones."""
+
+    @property
+    def expected(self) -> Any:
+        """Seconds of a step: measured or, where they are not, predicted with some caution."""
+        predicted = self.prediction.seconds_per_step * np.exp(CAUTION * self.prediction.doubt)
+        return np.where(np.isnan(self.seconds), predicted, self.seconds)
+
+    @property
+    def eligible(self) -> Any:
+        """What may be chosen: what fits and is exact; lossy cuts only if nothing else fits."""
+        exact = self.fits & ~lossy(self.candidates)
+        return exact if exact.any() else self.fits
+
+    def find(self, candidate: Candidate) -> int | None:
+        """The row of a candidate."""
+        rows = np.flatnonzero(rows_like(self.candidates, candidate, [*Candidate.__struct_fields__]))
+        return int(rows[0]) if len(rows) else None
+
+
+def screen(problem: Problem, records: Sequence[Record], spec: Spec | None = None) -> Screened:
+    """What of the space fits, for the problem's spec or for another length of its sequences.
+
+    What earlier searches measured steers the predictions; only records of this one say that something ran.
+    """
+    spec = spec or problem.spec
+    candidates = grid(spec, problem.space, finest=problem.finest)
+    estimate = estimate_batch(spec, candidates, problem.place)
+    calibration = Calibration(spec, [*problem.cached, *records], problem.place)
+    prediction = calibration.predict(estimate)
+    peak, safe = prediction.peak_bytes.copy(), prediction.safe_bytes.copy()
+    fits = np.broadcast_to(estimate.runs, len(candidates)) & (safe <= problem.budget_bytes)
+    if problem.host_bytes is not None:
+        fits = fits & (np.broadcast_to(estimate.host_bytes, len(candidates)) <= problem.host_bytes)
+    seconds, longest = np.full(len(candidates), np.nan), np.zeros(len(candidates), dtype=np.int64)
+    faulting, large = (np.broadcast_to(ask(spec, candidates, estimate.engine), len(fits)) for ask in (faults, cold))
+    late = np.zeros(len(candidates), dtype=bool)
+    for record in sorted(records, key=lambda one: one.spec.steps):  # the longest has the last word
+        if not same_model(record.spec, spec):
+            continue
+        rows = _rows_of(record, spec, candidates)
+        if not problem.place.cuda:  # short sequences of small blocks do not tell the time of large ones
+            rows &= (faulting == _asked(faults, record)) & (large == _asked(cold, record))
+        if record.verdict.ran and record.fastest_pass_seconds is not None:
+            tokens = record.spec.steps * record.candidate.microbatch
+            each = record.fastest_pass_seconds / tokens
+            seconds[rows] = each * (spec.steps * spec.batch) + calibration.update_seconds
+            longest[rows] = record.spec.steps
+        elif record.verdict.name in HOPELESS:
+            fits &= ~rows_like(candidates, record.candidate, [*SETTING])
+        elif record.verdict is Verdict.TIMEOUT:
+            late |= rows
+        elif record.budget_bytes >= problem.budget_bytes:
+            fits &= ~rows
+        if record.spec == spec and record.verdict.ran and record.peak_bytes is not None:
+            here = rows & rows_like(candidates, record.candidate, ["segments"])
+            peak[here], safe[here] = record.peak_bytes, repeated_bytes(record, cuda=problem.place.cuda)
+            fits[here] = safe[here] <= problem.budget_bytes
+    fits &= ~(late & (longest == 0))
+    timeable = ~large | problem.place.cuda
+    return Screened(
+        spec=spec, candidates=candidates, estimate=estimate, prediction=prediction, peak_bytes=peak, safe_bytes=safe,
+        fits=fits, seconds=seconds, longest=longest, timeable=timeable,
+    )  # fmt: skip
+
+
+def record_of(records: Sequence[Record], view: Screened, row: int) -> Record | None:
+    """The record of a candidate with the longest sequences; None if it never ran."""
+    candidate = pick(view.candidates, np.array([row]))
+    own = [
+        one
+        for one in records
+        if one.verdict.ran and same_model(one.spec, view.spec) and _rows_of(one, view.spec, candidate)[0]
+    ]
+    return max(own, key=lambda one: (one.spec.steps, one.started), default=None)
+
+
+def repeated_bytes(record: Record, *, cuda: bool) -> int:
+    """What a candidate that has run may peak at when it runs again, for longer."""
+    assert record.peak_bytes is not None
+    growth_bytes = record.peak_bytes - (record.runtime_bytes or 0)
+    share = REPEAT["cuda" if cuda else record.candidate.allocator or "steady"]
+    return record.peak_bytes + round(share * growth_bytes) + REPEAT_BYTES
+
+
+def _rows_of(record: Record, spec: Spec, candidates: Candidates) -> Any:
+    """The candidates that a record is of: the same knobs and the same pieces, perhaps of a shorter sequence."""
+    knobs, steps = record.candidate, record.spec.steps
+    rows = rows_like(candidates, knobs, [*SETTING, "threads", "recompute", "levels", "microbatch"])
+    pieces = np.broadcast_to(np.asarray(candidates.segments), len(candidates))
+    piece, own = -(-spec.steps // pieces), -(-steps // knobs.segments)
+    if knobs.segments > 1:  # of fewer pieces, or of two shorter ones if one alone would take too long
+        rows &= (pieces > 1) & ((piece == own) | ((knobs.segments <= 2 * knobs.levels) & (own < piece)))
+    else:
+        rows &= pieces == 1
+    windows = np.broadcast_to(np.asarray(candidates.window, dtype=object), len(candidates))
+    return rows & np.array([(one and min(one, steps)) == knobs.window for one in windows])
+
+
+def _asked(ask: Callable[..., Any], record: Record) -> bool:
+    return bool(ask(record.spec, record.candidate, record.engine))
+
+
+def rows_like(candidates: Candidates, knobs: Candidate, names: list[str]) -> Any:
+    """Where some knobs have the same values."""
+    rows = np.ones(len(candidates), dtype=bool)
+    for name in names:
+        rows &= np.broadcast_to(np.asarray(getattr(candidates, name) == getattr(knobs, name)), len(candidates))
+    return rows

@@ -1,0 +1,40 @@
+"""Shorter and smaller versions of a candidate: a probe must not cost a whole step."""
+
+import msgspec
+
+from oomguard.candidate import Candidate, make_candidate
+from oomguard.spec import Spec
+
+
+def shorten(spec: Spec, candidate: Candidate, steps: int) -> tuple[Spec, Candidate]:
+    """The spec with sequences of about so many steps, and the candidate with fewer pieces of the same length.
+
+    If not even two pieces (with more levels, twice as many) are so short, they are cut.
+
+    >>> spec = Spec(cell="lstm", seq=10_000)
+    >>> short, candidate = shorten(spec, make_candidate(spec, segments=100), 450)
+    >>> short.seq, candidate.segments
+    (400, 4)
+    """
+    steps = max(1, min(steps, spec.steps))
+    if steps == spec.steps:
+        return spec, candidate
+    pieces, piece = candidate.segments, -(-spec.steps // candidate.segments)
+    if pieces > 1:
+        least = min(pieces, 2 * candidate.levels)
+        pieces = max(least, min(pieces, steps // piece))
+        steps = pieces * min(piece, max(1, steps // pieces))
+    short = with_steps(spec, steps)
+    window = candidate.window if candidate.window is None else min(candidate.window, steps)
+    knobs = msgspec.structs.asdict(candidate) | {"segments": pieces, "window": window}
+    return short, make_candidate(short, **knobs)
+
+
+def with_steps(spec: Spec, steps: int) -> Spec:
+    """The spec with sequences of at most so many steps: longer ones are cut."""
+    if spec.lengths is None:
+        return msgspec.structs.replace(spec, seq=steps)
+    lengths: dict[int, int] = {}
+    for length, count in spec.lengths.items():
+        lengths[min(length, steps)] = lengths.get(min(length, steps), 0) + count
+    return msgspec.structs.replace(spec, seq=steps, lengths=lengths)
