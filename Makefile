@@ -25,7 +25,8 @@ format: .venv/dev.stamp
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-# Measures 20 new rows, up to a minute and a half each, then compares.
+# Measures 20 new rows, up to a minute and a half each, then compares. The last five, about searches and plans, take
+# more than an hour together; each can be run by itself, and smaller (see --help).
 bench: .venv/dev.stamp
 	$(PY) benchmarks/estimate_starts_fast.py
 	$(PY) benchmarks/a_million_take_a_second.py
@@ -33,6 +34,11 @@ bench: .venv/dev.stamp
 	$(PY) benchmarks/segments_cost_little.py
 	$(PY) benchmarks/probes_hurt_nobody.py
 	$(PY) benchmarks/estimates_track_peaks.py --measure 20 --seed $$$$
+	$(PY) benchmarks/a_plan_takes_two_minutes.py
+	$(PY) benchmarks/a_killed_search_goes_on.py
+	$(PY) benchmarks/search_needs_few_probes.py
+	$(PY) benchmarks/plans_are_fast.py
+	$(PY) benchmarks/plans_do_not_run_out.py
 
 clean:
 	rm -rf .venv build dist oomguard.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -18,15 +18,15 @@ from oomguard.estimate.batch import estimate_batch
 from oomguard.estimate.breakdown import Estimate, estimate_step
 from oomguard.estimate.margin import margin_bytes
 from oomguard.estimate.place import CPU, Place, on_card, resident_within
-from oomguard.plan.find import Question, find_plan
-from oomguard.plan.value import Plan
 from oomguard.presets import make_spec
 from oomguard.probe.record import Record
 from oomguard.probe.runner import TIMEOUT_SECONDS, Runner
-from oomguard.search.run import MAX_PROBES, Limits, Progress
-from oomguard.search.run import TIMEOUT_SECONDS as SEARCH_SECONDS
 from oomguard.spec import Spec
 from oomguard.units import MAX_BYTES, format_bytes, parse_bytes
+
+if TYPE_CHECKING:  # imported where it is used: an estimate does not wait for the search
+    from oomguard.plan.value import Plan
+    from oomguard.search.run import Progress
 
 
 def estimate(
@@ -97,13 +97,13 @@ def find_feasible_config(
     device: str = "cpu",
     maximize: str | Sequence[str] = "throughput",
     allow: str | Sequence[str] = "precision",
-    max_probes: int = MAX_PROBES,
-    timeout: float = SEARCH_SECONDS,
+    max_probes: int = 24,
+    timeout: float = 100.0,
     ledger: str | None = None,
     storage: str | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    progress: "Callable[[Progress], None] | None" = None,
     **fields: Any,
-) -> Plan:
+) -> "Plan":
     """Find the fastest (or largest, or longest) candidate that fits, by a search that probes real runs, as a `Plan`.
 
     Fields of the spec may be given by name, and knobs that are to be fixed. `budget` is bytes or a size such as
@@ -114,6 +114,9 @@ def find_feasible_config(
     >>> plan.ooms, plan.candidate.microbatch * plan.candidate.accumulation >= 4
     (0, True)
     """
+    from oomguard.plan.find import Question, find_plan
+    from oomguard.search.run import Limits
+
     spec = _spec(spec, {name: value for name, value in fields.items() if name not in KNOBS})
     question = Question(
         spec=spec,

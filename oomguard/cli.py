@@ -13,26 +13,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-from oomguard.checks import nearest, shown
 from oomguard.errors import MisuseError
 from oomguard.flags import (
+    ANYWHERE,
     CANDIDATE,
+    FIXED,
     HERE,
     JSON,
     LEDGER,
+    OUTPUT,
     PROBED,
+    SEARCH,
+    SEQUENCES,
     SPEC,
     TIMEOUT,
     WHERE,
     Command,
     Flag,
     Group,
-    read,
-    read_budget,
-    read_seconds,
     with_flags,
 )
-from oomguard.presets import PRESETS
+from oomguard.typed import check_output, read, read_budget, read_fixed, read_number, read_seconds
+from oomguard.usage import ESTIMATE_HELP, PLAN_HELP, PROBE_HELP, SHOW_HELP, usage_error
 
 if TYPE_CHECKING:  # imported where it is used: with --json nobody waits for it
     from rich.console import Console
@@ -42,32 +44,8 @@ FITS, DOES_NOT_FIT, MISUSE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
 # the base class of all that typer says of a command line: typer's own or click's, as the version has it
 UsageError: Any = typer.BadParameter.__bases__[0]
 
-PRESET_LINES = "\n".join(f"- [bold]{name}[/bold]: {sentence}" for name, (sentence, _) in PRESETS.items())
-ESTIMATE_HELP = f"""Predict the peak memory of one candidate by arithmetic: no run, no GPU, no torch.
-
-[bold]Examples[/bold]
-
-- oomguard estimate --model lstm --seq 10000
-- oomguard estimate --preset char-lm --device rtx-4090 --precision bf16
-- oomguard estimate --model spec.toml --segments 100 --budget 6GiB --json
-
-[bold]Presets[/bold]
-
-{PRESET_LINES}
-
-Flags override a preset and a spec file; --no-packed and the like turn a switch of theirs off."""
-
-PROBE_HELP = """Run one candidate for a few real steps in a child process, and print its record beside its estimate.
-
-The child is held to the budget: a candidate that is too large ends in a verdict, not in a crash.
-
-[bold]Examples[/bold]
-
-- oomguard probe --model lstm --seq 2000 --batch 8
-- oomguard probe --model gru --seq 10000 --segments 50 --threads 1
-- oomguard probe --model spec.toml --device cuda --precision bf16 --budget 6GiB --json"""
-
 EVALUATE = Flag("evaluate", "", "An evaluation pass, without gradients.")
+PLAN = Flag("plan", "PLAN", "A file that oomguard plan has written.")
 CARDS = Flag("cards", "", "The cards that --device takes by name.")
 
 app = typer.Typer(
@@ -106,7 +84,7 @@ class Answer(NamedTuple):
 @with_flags(Spec=SPEC, Candidate=[*CANDIDATE, EVALUATE], Where=WHERE, Output=[JSON])
 def _estimate(*, device: str = "cpu", budget: str | None = None, json: bool = False, **values: Any) -> Answer:
     from oomguard.api import estimate, find_budget, find_place
-    from oomguard.report import show_estimate, to_json
+    from oomguard.report.estimate import show_estimate, to_json
 
     limit, limit_bytes = "--budget", None if budget is None else read_budget(budget)
     spec, candidate = read(values)
@@ -131,7 +109,7 @@ def _probe(*, device: str = "cpu", budget: str | None = None, json: bool = False
     from oomguard.api import estimate
     from oomguard.probe.ledger import open_ledger
     from oomguard.probe.runner import TIMEOUT_SECONDS, Runner
-    from oomguard.report import record_json, show_record
+    from oomguard.report.record import record_json, show_record
 
     limit_bytes = None if budget is None else read_budget(budget)
     spec, candidate = read(values)
@@ -148,12 +126,55 @@ def _probe(*, device: str = "cpu", budget: str | None = None, json: bool = False
     return Answer(_screen(lambda console: show_record(record, found, console)), code)
 
 
+@app.command("plan", cls=Command, help=PLAN_HELP)
+@with_flags(Spec=SPEC, **{"Knobs (fixed if given)": FIXED}, Where=ANYWHERE, Search=SEARCH, Output=[OUTPUT, JSON])
+def _plan(*, device: str = "cpu", output: str = "plan.json", json: bool = False, **values: Any) -> Answer:
+    from oomguard.api import find_feasible_config
+    from oomguard.plan.shortfall import NothingFitsError
+    from oomguard.plan.store import save_plan
+    from oomguard.report.plan import plan_json, shortfall_json, show_result, show_shortfall
+    from oomguard.report.progress import live
+
+    spec, fixed = read_fixed(values)
+    asked: dict[str, Any] = {
+        name: values[name] for name in ("maximize", "allow", "ledger", "storage") if name in values
+    }
+    asked |= {"budget": read_budget(values["budget"])} if "budget" in values else {}
+    asked |= {"timeout": read_seconds(values["timeout"])} if "timeout" in values else {}
+    asked |= {"max_probes": read_number("max_probes", values["max_probes"])} if "max_probes" in values else {}
+    check_output(output)
+    try:
+        with live(quiet=json) as progress:
+            plan = find_feasible_config(spec, device=device, progress=progress, **asked, **fixed)
+    except NothingFitsError as error:
+        found = error.shortfall
+        if json:
+            return Answer(_json(shortfall_json(found)), DOES_NOT_FIT)
+        return Answer(_screen(lambda console: show_shortfall(found, spec, device, console)), DOES_NOT_FIT)
+    try:
+        path, code = save_plan(plan, output), FITS
+    except MisuseError as error:  # what was found is shown all the same
+        path, code = None, _refuse(error)
+    return Answer(plan_json(plan) if json else _screen(lambda console: show_result(plan, path, console)), code)
+
+
+@app.command("show", cls=Command, help=SHOW_HELP)
+@with_flags(PLAN, Output=[SEQUENCES, JSON])
+def _show(*, plan: str, json: bool = False, **values: Any) -> Answer:
+    from oomguard.plan.store import load_plan
+    from oomguard.report.plan import plan_json, show_plan
+
+    sequences = read_number("sequences", values["sequences"]) if "sequences" in values else None
+    found = load_plan(plan)
+    return Answer(plan_json(found) if json else _screen(lambda console: show_plan(found, sequences, console)))
+
+
 @app.command("devices", cls=Command, help="Show what memory this process may use here, and who says so.")
 @with_flags(Output=[CARDS, JSON])
 def _devices(*, cards: bool = False, json: bool = False, **_: Any) -> Answer:
     from oomguard.device.survey import survey
     from oomguard.estimate import gpus
-    from oomguard.report import card_json, devices_json, show_cards, show_devices
+    from oomguard.report.devices import card_json, devices_json, show_cards, show_devices
 
     if cards:
         known = [gpus.card(name) for name in gpus.names()]
@@ -184,7 +205,7 @@ def run(words: list[str]) -> int:
     except MisuseError as error:
         return _refuse(error)
     except UsageError as error:
-        return _refuse(_usage(error, words))
+        return _refuse(usage_error(error, words))
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except BrokenPipeError:  # whoever read it has enough; Python must not try once more at its end
@@ -202,38 +223,6 @@ def _refuse(error: MisuseError) -> int:
 
 def _say(text: str) -> None:
     print(f"oomguard: {text}", file=sys.stderr)  # noqa: T201
-
-
-def _usage(error: Any, words: list[str]) -> MisuseError:
-    """What typer says of a command line, in three beats."""
-    kind, message, option = type(error).__name__, error.format_message(), getattr(error, "option_name", "")
-    context = error.ctx
-    command = context.command_path if context is not None else f"oomguard {words[0]}"
-    if kind == "NoSuchOption" and command == "oomguard":
-        advice = f"Write it as in oomguard estimate {option}."
-        return MisuseError(
-            rule="oomguard takes a command before its options", got=f"got {shown(option)}", advice=advice
-        )
-    if kind == "NoSuchOption":
-        known = [name for one in context.command.params for name in one.opts if not one.hidden]
-        rule, advice = f"{command} takes only options that it knows", nearest(option, known)
-        advice = advice if advice.startswith("Did") else f"See {command} --help."
-        return MisuseError(rule=rule, got=f"got {shown(option)}", advice=advice)
-    if kind == "BadOptionUsage" and "requires" in message:
-        return MisuseError(rule=f"{option} takes a value", got="got none", advice=f"See {command} --help.")
-    if kind == "BadOptionUsage":
-        return MisuseError(rule=f"{option} takes no value", got="got one", advice="Leave the value out.")
-    if "No such command" in message:
-        first = next((word for word in words if not word.startswith("-")), "")
-        commands = [*getattr(context.command, "commands", {})]
-        rule = f"oomguard has the commands {', '.join(commands)}"
-        return MisuseError(rule=rule, got=f"got {shown(first)}", advice=nearest(first, commands))
-    if "extra argument" in message:
-        extra = message.partition("(")[2].partition("(")[2].rstrip(").") or message
-        return MisuseError(
-            rule=f"{command} takes options only", got=f"got {shown(extra)}", advice="Put a flag before it."
-        )
-    return MisuseError(rule=f"{command} must be called as its help says", got=message, advice=f"See {command} --help.")
 
 
 def _json(document: dict[str, Any]) -> str:

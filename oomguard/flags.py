@@ -1,21 +1,15 @@
-"""The flags that describe a spec, a candidate and a place, and what they say: the same for every subcommand."""
+"""The flags of all subcommands, and how typer gets them: a flag is the same wherever it occurs."""
 
 import inspect
-import os.path
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from oomguard.candidate import Allocator, Candidate, Engine, Keep, Precision, Update, make_candidate
-from oomguard.checks import flag, shown
-from oomguard.errors import MisuseError
-from oomguard.presets import PRESETS, load_spec, make_spec, preset
-from oomguard.spec import Cell, Head, Loss, Nonlinearity, Optimizer, Spec
-from oomguard.units import parse_bytes, parse_seconds
+from oomguard.candidate import Allocator, Engine, Keep, Precision, Update
+from oomguard.presets import PRESETS
+from oomguard.spec import Cell, Head, Loss, Nonlinearity, Optimizer
 
 
 class Flag(NamedTuple):
@@ -55,7 +49,7 @@ SPEC = [
     Flag("sparse-embedding", "", "Sparse gradient of the embedding."),
     Flag("packed", "", "Packed sequences: padding is not computed."),
     Flag("batch-first", "", "Tensors are batch x time, which costs copies."),
-    Flag("lengths", "HISTOGRAM", "How many sequences of which length: 100:5000,2000:40."),
+    Flag("lengths", "HISTOGRAM", "Sequences of each length, 100:5000,2000:40, or a file: lengths.npy, .csv, .txt."),
 ]
 CANDIDATE = [
     Flag("microbatch", "N", "Sequences per pass (the batch)."),
@@ -82,6 +76,27 @@ WHERE = [
 PROBED = [one for one in CANDIDATE if one.name not in ("workers", "prefetch")]
 """A probe makes its data itself."""
 HERE = [Flag("device", "NAME", "cpu, cuda or cuda:1 (cpu)."), *WHERE[1:]]
+ANYWHERE = [Flag("device", "NAME", "cpu, cuda, cuda:0,cuda:1 or a card such as a100-80gb (cpu)."), *WHERE[1:]]
+FIXED = [
+    one._replace(text=one.text.partition(" (")[0].rstrip(".") + ".") for one in PROBED if one.name != "accumulation"
+]
+"""Knobs that a search can be given (the accumulation follows from the microbatch), without what is there otherwise."""
+# written out, since the help and the shell's completion should not wait for the search; the tests compare
+SEARCH = [
+    Flag(
+        "maximize",
+        "LIST",
+        "What is best; the first decides, more give a front too (throughput).",
+        ("throughput", "microbatch", "seq"),
+    ),
+    Flag("allow", "LIST", "Lossy knobs that may be turned (precision).", ("precision", "window", "8bit", "none")),
+    Flag("max-probes", "N", "Probes in all (24)."),
+    Flag("timeout", "SECONDS", "Of the whole search, such as 90s or 5min (100s)."),
+    Flag("ledger", "DIR", "Keep all records there, and go on with those that are there."),
+    Flag("storage", "URL", "Optuna's storage, for machines that search together."),
+]
+OUTPUT = Flag("output", "FILE", "Where the plan is written (plan.json).")
+SEQUENCES = Flag("sequences", "N", "Of an epoch (as the plan's histogram of lengths has them).")
 TIMEOUT = Flag("timeout", "SECONDS", "Give up after so long, such as 90s or 5min (10min).")
 LEDGER = Flag("ledger", "DIR", "Add the record to the ledger in that directory.")
 JSON = Flag("json", "", "One JSON document on stdout.")
@@ -114,8 +129,11 @@ class Group(AsTyped, TyperGroup):
     """The command that has them."""
 
 
-def with_flags(**panels: list[Flag]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a subcommand flags, in panels of its help; it gets those that were set, by name, as they were typed."""
+def with_flags(*arguments: Flag, **panels: list[Flag]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a subcommand flags, in panels of its help; it gets those that were set, by name, as they were typed.
+
+    Arguments have no flag before them, and are given in this order.
+    """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         def run(**values: Any) -> Any:
@@ -124,10 +142,16 @@ def with_flags(**panels: list[Flag]) -> Callable[[Callable[..., Any]], Callable[
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         shown_flags = [_parameter(one, panel) for panel, flags in panels.items() for one in flags]
         switches = [one for flags in panels.values() for one in flags if not one.kind]
-        run.__signature__ = inspect.Signature([*shown_flags, *map(_opposite, switches)])  # type: ignore[attr-defined]
+        flags_ = [*map(_argument, arguments), *shown_flags, *map(_opposite, switches)]
+        run.__signature__ = inspect.Signature(flags_)  # type: ignore[attr-defined]
         return run
 
     return decorate
+
+
+def _argument(one: Flag) -> inspect.Parameter:
+    argument = typer.Argument(help=one.text, metavar=one.kind, show_default=False)
+    return inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[str, argument])
 
 
 def _parameter(one: Flag, panel: str, *, hidden: bool = False) -> inspect.Parameter:
@@ -161,110 +185,7 @@ def _completion(one: Flag) -> Callable[[str], list[str]]:
             from oomguard.estimate import gpus
 
             choices = ["cpu", "cuda", *gpus.names()]
-        return [choice for choice in choices if choice.startswith(incomplete)]
+        before, comma, word = incomplete.rpartition(",") if one.kind == "LIST" else ("", "", incomplete)
+        return [before + comma + choice for choice in choices if choice.startswith(word)]
 
     return complete
-
-
-def read(values: dict[str, Any]) -> tuple[Spec, Candidate]:
-    """The spec and the candidate that the flags describe; flags override a spec file and a preset."""
-    fields, knobs = _values(SPEC[2:], values), _values(CANDIDATE, values)
-    pair = [knobs.get(name) for name in ("microbatch", "accumulation")]
-    if "batch" not in fields and all(type(one) is int and one > 0 for one in pair):
-        fields["batch"] = pair[0] * pair[1]  # type: ignore[operator]
-    if "features" in fields and "vocab" not in fields:
-        fields |= {"vocab": None, "embedding": fields.get("embedding")}
-    elif "vocab" in fields and "features" not in fields:
-        fields["features"] = None
-    spec = _spec(values.get("model"), values.get("preset"), fields)
-    if type(pair[0]) is int and pair[0] > spec.batch:
-        raise MisuseError(
-            rule="--microbatch must not be larger than --batch",
-            got=f"got {shown(pair[0])} of {shown(spec.batch)}",
-            advice=f"Lower it, or give --batch {pair[0]} too.",
-        )
-    return spec, make_candidate(spec, **knobs)
-
-
-def _spec(model: str | None, name: str | None, fields: dict[str, Any]) -> Spec:
-    if model is not None and re.fullmatch(r"[A-Za-z_][\w.]*:[\w.]+", model):
-        raise MisuseError(
-            rule="A model is described by a spec",
-            got=f"got {shown(model)}, a model that is code",
-            advice="Describe its layers by flags (--model lstm --hidden 256) or in a TOML file.",
-        )
-    if model is None or model in get_args(Cell) or not _is_path(model):
-        fields = fields if model is None else fields | {"cell": model}
-        return make_spec(fields) if name is None else preset(name, **fields)
-    if name is not None:
-        raise MisuseError(
-            rule="A spec comes from a file or from a preset",
-            got=f"got --model {shown(model)} and --preset {shown(name)}",
-            advice="Leave one of the two out.",
-        )
-    return load_spec(Path(model), **fields)
-
-
-def _is_path(model: str) -> bool:
-    return any(sign in model for sign in "./\\") or (model != "" and os.path.exists(model))
-
-
-def read_budget(text: str) -> int:
-    """The bytes of --budget."""
-    try:
-        return parse_bytes(text)
-    except MisuseError as error:
-        raise MisuseError(rule=error.rule.replace("A size", "--budget"), got=error.got, advice=error.advice) from None
-
-
-def read_seconds(text: str) -> float:
-    """The seconds of --timeout."""
-    try:
-        return parse_seconds(text)
-    except MisuseError as error:
-        rule = error.rule.replace("A duration", "--timeout")
-        raise MisuseError(rule=rule, got=error.got, advice=error.advice) from None
-
-
-def _values(flags: list[Flag], values: dict[str, Any]) -> dict[str, Any]:
-    """What was given of these flags, by field."""
-    found: dict[str, Any] = {}
-    for one in flags:
-        name = one.name.removeprefix("no-").replace("-", "_")
-        if not one.kind and name in values and f"no_{name}" in values:
-            raise MisuseError(
-                rule=f"{flag(name)} is turned on or off",
-                got=f"got both {flag(name)} and {flag(f'no_{name}')}",
-                advice="Leave one of the two out.",
-            )
-        if not one.kind and f"no_{name}" in values:
-            found[name] = False
-        elif name in values:
-            found[name] = _value(one, values[name])
-    return found
-
-
-def _value(one: Flag, text: Any) -> Any:
-    """What was typed as what the field takes; as it was typed if it cannot be that, for the field to refuse."""
-    if one.kind == "N":
-        plain = text.replace("_", "")
-        return int(plain) if re.fullmatch(r"-?\d{1,18}", plain, re.ASCII) else text
-    if one.kind == "P":
-        try:
-            return float(text)
-        except ValueError:
-            return text
-    if one.name == "frozen":
-        return tuple(part.strip() for part in text.split(",") if part.strip())
-    return _histogram(text) if one.name == "lengths" else text
-
-
-def _histogram(text: str) -> Any:
-    """`100:5000,2000:40` as a dict; a length that comes twice counts twice."""
-    pairs = [part.split(":") for part in text.split(",")]
-    if not all(re.fullmatch(r"\s*\d{1,18}:\d{1,18}\s*", part, re.ASCII) for part in text.split(",")):
-        return text
-    found: dict[int, int] = {}
-    for length, count in pairs:
-        found[int(length)] = found.get(int(length), 0) + int(count)
-    return found

@@ -23,7 +23,7 @@ ORDER = [
         "probe",
         "calibrate",
     ),
-    *("advice", "search", "plan", "data", "guard", "train", "report", "api", "flags", "cli"),
+    *("advice", "search", "plan", "data", "guard", "train", "report", "api", "flags", "typed", "usage", "cli"),
 ]
 """Files and folders of the package, from the top; inside a folder, files may import one another."""
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))

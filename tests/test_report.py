@@ -12,7 +12,9 @@ import oomguard
 from oomguard.device.survey import Survey, survey
 from oomguard.estimate.breakdown import Estimate
 from oomguard.estimate.moments import TERMS
-from oomguard.report import WORDS, devices_json, peak_words, show_devices, show_estimate, title, to_json
+from oomguard.plan.phrases import peak_words
+from oomguard.report.devices import devices_json, show_devices
+from oomguard.report.estimate import WORDS, show_estimate, title, to_json
 from oomguard.spec import Spec
 from oomguard.units import GIB, format_bytes
 

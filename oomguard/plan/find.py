@@ -10,7 +10,7 @@ import msgspec
 from oomguard.calibrate import same_model
 from oomguard.candidate import KNOBS, Candidate, check_candidate
 from oomguard.checks import check_whole, nearest, shown
-from oomguard.device import Device, open_device
+from oomguard.device import Device, card_index, open_device
 from oomguard.device.budget import Budget
 from oomguard.device.cpu import cores
 from oomguard.errors import MisuseError
@@ -52,12 +52,23 @@ class Question:
     """A storage of Optuna's: several machines can search together."""
 
     def __post_init__(self) -> None:
+        if not self.devices or (len(self.devices) > 1 and not all(map(is_here, self.devices))):
+            raise MisuseError(
+                rule="--device takes one device, or several that are here",
+                got=f"got {shown(','.join(self.devices))}",
+                advice="Write it as cpu, cuda, a100-80gb or cuda:0,cuda:1.",
+            )
         check_maximize(self.maximize)
         check_allow(self.allow)
         check_fixed(self.fixed, self.allow)
         check_whole("max_probes", self.limits.max_probes, 1, 100_000, optional=False)
         check_seconds("The time limit of a search", self.limits.seconds)
         _check_knobs(self.spec, self.fixed)
+
+
+def is_here(device: str) -> bool:
+    """Whether the name means a device of this machine, not a card by its name."""
+    return device == "cpu" or card_index(device) is not None
 
 
 def _check_knobs(spec: Spec, fixed: dict[str, Any]) -> None:
@@ -82,7 +93,7 @@ def find_plan(
     progress: Callable[[Progress], None] | None = None,
 ) -> Plan:
     """The plan; raises `NothingFitsError` if there is none. `budget`: the limits of the first device."""
-    here = question.devices[0] == "cpu" or question.devices[0].startswith("cuda")
+    here = is_here(question.devices[0])
     devices = [open_device(name) for name in question.devices] if here else []
     title = _title(devices) if devices else place.device
     free_bytes = min((free_for(Runner(one.name)) for one in devices), default=budget.limit_bytes)
@@ -110,6 +121,7 @@ def find_plan(
         budget=budget,
         asked_budget_bytes=question.budget_bytes,
         allow=question.allow,
+        fixed=question.fixed,
     )
     plan = make_plan(found, facts, devices[0].environment if devices else _no_exports)
     if plan is None:
@@ -154,8 +166,8 @@ def _cached(cache: Cache, spec: Spec, ledger: Ledger | None) -> tuple[Any, ...]:
 def _name(question: Question, title: str) -> str:
     """The study of a question: the same for the same question, whoever asks it."""
     asked = (question.spec, title, question.budget_bytes, question.maximize, question.allow, question.fixed)
-    key = hashlib.sha256(msgspec.json.encode(asked, order="deterministic")).hexdigest()[:12]
-    return f"{question.spec.cell}-{question.spec.steps}-{key}"
+    content = msgspec.json.encode(msgspec.to_builtins(asked, str_keys=True), order="deterministic")
+    return f"{question.spec.cell}-{question.spec.steps}-{hashlib.sha256(content).hexdigest()[:12]}"
 
 
 def _title(devices: list[Device]) -> str:

@@ -57,6 +57,8 @@ class Facts:
     """What the user said."""
     allow: tuple[str, ...]
     """The lossy knobs that were allowed."""
+    fixed: dict[str, Any]
+    """Knobs that were not searched."""
 
 
 def make_plan(found: Found, facts: Facts, exports: "Exports") -> Plan | None:
@@ -78,6 +80,7 @@ def make_plan(found: Found, facts: Facts, exports: "Exports") -> Plan | None:
         asked_budget_bytes=facts.asked_budget_bytes,
         maximize=problem.maximize,
         allow=facts.allow,
+        fixed=facts.fixed,
         estimate=figures(estimate),
         expected=_expected(before, estimate, timed=bool(own)),
         record=record,

@@ -17,6 +17,11 @@ from oomguard.search.shorten import with_steps
 from oomguard.search.space import Here, make_space
 from oomguard.units import format_bytes
 
+MOST = 0.9
+"""Of the budget: what fills it by itself."""
+WORTH_STEPS = 16
+"""Sequences shorter than this are no way out."""
+
 
 class Way(msgspec.Struct, frozen=True, kw_only=True):
     """What would lower the least that is needed."""
@@ -88,10 +93,16 @@ def explain(problem: Problem, records: Sequence[Record], asked: Asked) -> Shortf
         budget_bytes=problem.budget_bytes,
         candidate=view.candidates[row],
         terms=terms,
-        term=max(terms, key=lambda name: terms[name]),
+        term=_obstacle(terms, problem.budget_bytes),
         ways=tuple(sorted((way for way in ways if way.needed_bytes < needed), key=lambda way: not way.fits)),
         records=tuple(records),
     )
+
+
+def _obstacle(terms: dict[str, int], budget_bytes: int) -> str:
+    """The largest term; the runtime only if it fills most of the budget by itself."""
+    own = {name: size for name, size in terms.items() if name != "runtime" or size > MOST * budget_bytes}
+    return max(own, key=lambda name: own[name])
 
 
 def _smallest(view: Screened) -> int:
@@ -139,7 +150,7 @@ def _shorter(problem: Problem, records: Sequence[Record]) -> list[Way]:
         middle = (low + high) // 2
         shorter = replace(problem, spec=with_steps(problem.spec, middle))
         low, high = (middle, high) if screen(shorter, records).eligible.any() else (low, middle)
-    if not low:
+    if low < WORTH_STEPS:
         return []
     shorter = replace(problem, spec=with_steps(problem.spec, low))
     return [_way(shorter, records, f"--seq {low}", allowed=False)]

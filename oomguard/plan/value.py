@@ -153,7 +153,7 @@ class Bought(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     value: str
     """What it was turned to."""
     exact: Candidate | None
-    """The best candidate without it; None if none fits."""
+    """The best candidate without it; None if none fits, or if it was fixed."""
     speedup: float | None
     """How many times faster it is than that; None if that is not known, or there is none."""
     saved_bytes: int | None
@@ -231,6 +231,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """What is best."""
     allow: tuple[str, ...]
     """The lossy knobs that were allowed."""
+    fixed: dict[str, bool | int | str | None] = {}
+    """Knobs that the user fixed: they were not searched."""
     estimate: Figures
     """By arithmetic alone."""
     expected: Expected
@@ -298,3 +300,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """As JSON has it."""
         found: dict[str, Any] = msgspec.to_builtins(self)
         return found
+
+    def _repr_html_(self) -> str:
+        """As a notebook shows it."""
+        from oomguard.plan.html import to_html
+        from oomguard.plan.words import explain
+
+        return to_html(explain(self))

@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from oomguard.calibrate import FLOOR_BYTES, Calibration, Kind, kind_of, same_model
+from oomguard.calibrate import Calibration, Kind, kind_of, same_model
+from oomguard.calibrate.memory import FLOOR_BYTES
 from oomguard.candidate import Candidate, check_candidate
 from oomguard.errors import MisuseError
 from oomguard.estimate.breakdown import estimate_step
@@ -30,7 +31,7 @@ DETOUR = 0.02
 """What a new setting must promise more for each doubling that it is away from the best known candidate."""
 MUCH = 0.15
 """By so much something else must be faster to be confirmed after another candidate has been."""
-OPTIMISM = 0.5
+OPTIMISM = 0.6
 """How many standard deviations faster than expected something unknown may be."""
 PROBE_SECONDS = 0.4
 """What a pass of a short probe should take: several of them go into a second, and the fastest counts."""
@@ -40,7 +41,14 @@ TWO_PASSES_SECONDS = 5.0
 """Up to so long a pass is measured twice."""
 SMALL_BYTES = 64 * MIB
 """What a first probe should grow by, to tell something about memory."""
-FEWEST_STEPS = 8
+FEWEST_STEPS = 48
+"""Of a short probe: fewer would tell more about calls than about steps."""
+MOST_STEPS = 3
+"""Near the largest."""
+SAFE_SHARE = 4
+"""A kind of which nothing has been measured is first run with this part of what the budget leaves to it."""
+NEAR, CLOSE = 0.8, 0.05
+"""The border is near from this share of the budget on; a peak is known well if its margin is this share of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +97,7 @@ def _fastest(known: Known) -> Probe | None:
         for row in _promising(known, view):
             probe = _short(known, view, row, "explore")
             if probe is not None:
-                return probe
+                return (_halfway(known, view, row) or probe) if probe.spec == view.spec else probe
     best = choose(view)
     return None if best is None else _confirm(known, view, best)
 
@@ -123,7 +131,8 @@ def _promising(known: Known, view: Screened) -> list[int]:
 
 
 def _away(view: Screened, row: int) -> Any:
-    """How far others are from a candidate: doublings of microbatch and segments; infinitely if two settings differ.
+    """How far others are from a candidate: doublings of microbatch and segments, two more for another way of going
+    through the pieces; infinitely if two settings differ.
 
     One thing at a time: otherwise nobody could tell which of them it was.
     """
@@ -137,7 +146,7 @@ def _away(view: Screened, row: int) -> Any:
         for name in ("microbatch", "segments")
     )
     mode = rows_like(view.candidates, chosen, ["recompute", "levels", "window"])
-    return np.where(others == 0, 0.0, np.where((others == 1) & mode, steps, np.inf))
+    return np.where(others == 0, 0.0, np.where(others == 1, steps + 2 * ~mode, np.inf))
 
 
 def _confirmed(known: Known, view: Screened) -> Any:
@@ -154,18 +163,21 @@ def choose(view: Screened) -> int | None:
 
 
 def _largest(known: Known, aim: str) -> Probe | None:
-    """Calibrate small, then go to the predicted border, until that moves by no more than 2 %."""
+    """Calibrate small, then go to the predicted border, until that moves by no more than 1 %."""
     view, row = largest(known.problem, known.records, aim)
     if row is None:
         return _try_smallest(known, view)
-    spread = view.prediction.margin_bytes[row] / max(1, view.prediction.peak_bytes[row])
-    kinds = {kind_of(one) for one in known.measured}
-    if not _of_kinds(view, kinds)[row] and spread > WORTH:
+    if not _of_kinds(view, {kind_of(one) for one in known.measured})[row]:
         return _small(known, view, row)
     size = view.spec.steps if aim == "seq" else int(np.broadcast_to(view.candidates.microbatch, len(view.fits))[row])
-    if size <= (1 + WORTH) * _largest_run(known, view, aim):
+    best = _largest_run(known, view, aim)
+    sizes = [one.candidate.microbatch if aim == "microbatch" else one.spec.steps for one in known.records]
+    near = sum(2 * one > best for one in sizes)
+    if size <= (1 + WORTH / 2) * best or (best and near >= MOST_STEPS):
         return None
-    return _confirm(known, view, row)
+    if known.problem.place.cuda:  # what the allocator reserves is less regular than what a process touches
+        return _confirm(known, view, row)
+    return _short(known, view, row, "confirm", known.confirm_seconds)
 
 
 def largest(problem: Problem, records: Sequence[Record], aim: str) -> tuple[Screened, int | None]:
@@ -233,9 +245,24 @@ def _try_smallest(known: Known, view: Screened) -> Probe | None:
 
 
 def _confirm(known: Known, view: Screened, row: int) -> Probe | None:
-    """The candidate itself, at full length if that can be afforded."""
-    probe = _short(known, view, row, "confirm", known.confirm_seconds)
-    return None if probe is None or known.done(probe) else probe
+    """The candidate itself, at full length if that can be afforded; before that half of it, if much is uncertain."""
+    return _halfway(known, view, row) or _short(known, view, row, "confirm", known.confirm_seconds)
+
+
+def _halfway(known: Known, view: Screened, row: int) -> Probe | None:
+    """The candidate with half as long sequences, on the way to the border; None if that is far, or known well."""
+    problem, expected = known.problem, view.prediction[row]
+    growth_bytes = expected.peak_bytes - int(np.max(view.estimate.terms["runtime"]))
+    near = problem.place.cuda or expected.safe_bytes > NEAR * problem.budget_bytes
+    passes = -(-view.spec.batch // view.candidates[row].microbatch)
+    if (
+        not near
+        or expected.margin_bytes <= CLOSE * growth_bytes
+        or 3 * view.longest[row] >= view.spec.steps
+        or float(view.expected[row]) / passes / 2 > known.confirm_seconds / 4
+    ):
+        return None
+    return _short(known, view, row, "calibrate", steps=view.spec.steps // 2)
 
 
 def _small(known: Known, view: Screened, row: int) -> Probe | None:
@@ -253,21 +280,25 @@ def _small(known: Known, view: Screened, row: int) -> Probe | None:
     return _short(known, view, row, "calibrate", 2 * PROBE_SECONDS)
 
 
-def _short(known: Known, view: Screened, row: int, role: Role, seconds: float = PROBE_SECONDS) -> Probe | None:
+def _short(
+    known: Known, view: Screened, row: int, role: Role, seconds: float = PROBE_SECONDS, steps: int | None = None
+) -> Probe | None:
     """A probe of a candidate in which a pass takes about so long, and which surely fits. None if it has been run."""
     problem, candidate = known.problem, view.candidates[row]
     passes = -(-view.spec.batch // candidate.microbatch)
     each = float(view.prediction.seconds_per_step[row]) / passes / view.spec.steps
     if role == "confirm" and not np.isnan(view.seconds[row]):
         each = float(view.seconds[row]) / passes / view.spec.steps
-    steps = max(FEWEST_STEPS, int(seconds / each))
+    steps = steps or max(FEWEST_STEPS, int(seconds / each))
     steps = view.spec.steps if steps >= view.spec.steps else _round(steps)
     calibration = Calibration(view.spec, [*problem.cached, *known.records], problem.place)
     while True:
-        short, cut = shorten(view.spec, candidate, steps)
+        # what chunks reserve on a card depends on their number, what they take on their length
+        fewer = candidate.recompute or role != "calibrate"
+        short, cut = shorten(view.spec, candidate, steps, fewer=fewer)
         expected = calibration.predict(estimate_step(short, cut, problem.place))
         whole = short == view.spec and role == "confirm"
-        if whole or expected.safe_bytes <= problem.budget_bytes or steps <= 1:
+        if whole or expected.safe_bytes <= _within(known, view, row) or steps <= 1:
             break
         steps //= 2
     pass_seconds = each * short.steps
@@ -280,6 +311,15 @@ def _short(known: Known, view: Screened, row: int, role: Role, seconds: float = 
         seconds_per_pass=pass_seconds,
     )
     return None if known.done(probe) else probe
+
+
+def _within(known: Known, view: Screened, row: int) -> int:
+    """What a probe of a candidate may be expected to need: the budget, or a part of it if its kind is new."""
+    if _kind(view, row) in {kind_of(one) for one in known.measured}:
+        return known.problem.budget_bytes
+    runtime_bytes = int(np.max(view.estimate.terms["runtime"]))
+    spare_bytes = max(0, known.problem.budget_bytes - runtime_bytes) // SAFE_SHARE
+    return min(known.problem.budget_bytes, runtime_bytes + max(SMALL_BYTES, spare_bytes))
 
 
 def _round(steps: int) -> int:

@@ -30,6 +30,8 @@ PATIENCE = 6.0
 """How many times longer than expected a probe may take."""
 RESERVE = 0.45
 """Of the whole time, what is kept for confirming."""
+LAST_SECONDS = 4.0
+"""With no more time than this, no further probe begins."""
 POLL_SECONDS = 0.2
 
 
@@ -178,7 +180,7 @@ class Search:
         self._refresh()
         if len(self.records) >= self.limits.max_probes:
             self.ended = "max-probes"
-        elif self.left <= 0:
+        elif self.left <= LAST_SECONDS:
             self.ended = "timeout"
         if self.ended is not None:
             return None
@@ -203,8 +205,9 @@ class Search:
 
     def _patience(self, probe: Probe) -> float:
         """How long a probe may take: what is expected, several times, but not beyond the end of the search."""
-        expected = START_SECONDS + PATIENCE * (MEASURE_SECONDS + probe.passes * probe.seconds_per_pass)
-        return min(expected, max(START_SECONDS, self.left))
+        patience = PATIENCE if probe.role != "confirm" else PATIENCE / 2  # of which the time is well known by then
+        expected = START_SECONDS + patience * (MEASURE_SECONDS + probe.passes * probe.seconds_per_pass)
+        return min(expected, max(LAST_SECONDS, self.left))
 
     def _probe(self, runner: Runner, probe: Probe) -> Record:
         budget_bytes = min(self.problem.budget_bytes, free_for(runner))

@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from oomguard.calibrate import REPEAT, Calibration, Prediction, cold, faults, same_model
+from oomguard.calibrate import Calibration, Prediction, same_model
+from oomguard.calibrate.memory import REPEAT
+from oomguard.calibrate.speed import cold, faults
 from oomguard.candidate import Candidate, Candidates
 from oomguard.estimate.batch import estimate_batch
 from oomguard.estimate.breakdown import Estimate
@@ -23,6 +25,8 @@ SETTING = ("engine", "precision", "allocator", "offload", "keep", "update", "sta
 """Knobs that decide on what code runs. If it does not run once, it never does."""
 CAUTION = 0.5
 """By how many standard deviations a predicted time is raised before it is compared with measured ones."""
+STRAIN = 0.93
+"""Where one candidate was strained, others must peak at so much less."""
 HOPELESS = ("UNSUPPORTED", "CRASHED", "BROKEN")
 
 
@@ -94,7 +98,7 @@ def screen(problem: Problem, records: Sequence[Record], spec: Spec | None = None
             seconds[rows] = each * (spec.steps * spec.batch) + calibration.update_seconds
             longest[rows] = record.spec.steps
         elif record.verdict.name in HOPELESS:
-            fits &= ~rows_like(candidates, record.candidate, [*SETTING])
+            fits &= ~rows_like(candidates, record.candidate, _to_blame(record))
         elif record.verdict is Verdict.TIMEOUT:
             late |= rows
         elif record.budget_bytes >= problem.budget_bytes:
@@ -103,6 +107,9 @@ def screen(problem: Problem, records: Sequence[Record], spec: Spec | None = None
             here = rows & rows_like(candidates, record.candidate, ["segments"])
             peak[here], safe[here] = record.peak_bytes, repeated_bytes(record, cuda=problem.place.cuda)
             fits[here] = safe[here] <= problem.budget_bytes
+    for record in records:
+        if record.verdict is Verdict.STRAINED and same_model(record.spec, spec) and record.peak_bytes is not None:
+            fits &= ~(rows_like(candidates, record.candidate, [*SETTING]) & (peak > STRAIN * record.peak_bytes))
     fits &= ~(late & (longest == 0))
     timeable = ~large | problem.place.cuda
     return Screened(
@@ -128,6 +135,11 @@ def repeated_bytes(record: Record, *, cuda: bool) -> int:
     growth_bytes = record.peak_bytes - (record.runtime_bytes or 0)
     share = REPEAT["cuda" if cuda else record.candidate.allocator or "steady"]
     return record.peak_bytes + round(share * growth_bytes) + REPEAT_BYTES
+
+
+def _to_blame(record: Record) -> list[str]:
+    """The knobs that are taken to be why it did not run: what is unusual, or else all that decide on the code."""
+    return ["allocator"] if record.candidate.allocator == "expandable" else [*SETTING]
 
 
 def _rows_of(record: Record, spec: Spec, candidates: Candidates) -> Any:

@@ -6,8 +6,10 @@ from oomguard.candidate import Candidate, make_candidate
 from oomguard.spec import Spec
 
 
-def shorten(spec: Spec, candidate: Candidate, steps: int) -> tuple[Spec, Candidate]:
+def shorten(spec: Spec, candidate: Candidate, steps: int, *, fewer: bool = True) -> tuple[Spec, Candidate]:
     """The spec with sequences of about so many steps, and the candidate with fewer pieces of the same length.
+
+    Or, if not `fewer`, with as many shorter pieces: what chunks reserve on a card depends on their number.
 
     If not even two pieces (with more levels, twice as many) are so short, they are cut.
 
@@ -15,19 +17,25 @@ def shorten(spec: Spec, candidate: Candidate, steps: int) -> tuple[Spec, Candida
     >>> short, candidate = shorten(spec, make_candidate(spec, segments=100), 450)
     >>> short.seq, candidate.segments
     (400, 4)
+    >>> short, candidate = shorten(spec, make_candidate(spec, segments=99), 450)
+    >>> short.seq, candidate.segments  # pieces of 102 and, at the end, of 4 steps
+    (310, 4)
     """
     steps = max(1, min(steps, spec.steps))
     if steps == spec.steps:
         return spec, candidate
     pieces, piece = candidate.segments, -(-spec.steps // candidate.segments)
-    if pieces > 1:
+    if pieces > 1 and fewer:
         least = min(pieces, 2 * candidate.levels)
         pieces = max(least, min(pieces, steps // piece))
-        steps = pieces * min(piece, max(1, steps // pieces))
-    short = with_steps(spec, steps)
+        short, last = piece, spec.steps - (-(-spec.steps // piece) - 1) * piece  # the last piece may be shorter
+        if steps < pieces * piece:
+            short = last = max(1, steps // pieces)
+        steps = (pieces - 1) * short + last
+    shorter = with_steps(spec, steps)
     window = candidate.window if candidate.window is None else min(candidate.window, steps)
     knobs = msgspec.structs.asdict(candidate) | {"segments": pieces, "window": window}
-    return short, make_candidate(short, **knobs)
+    return shorter, make_candidate(shorter, **knobs)
 
 
 def with_steps(spec: Spec, steps: int) -> Spec:

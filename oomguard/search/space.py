@@ -29,7 +29,8 @@ FINE = 1.008
 """The steps between microbatches, if the aim is the largest."""
 SHARE = 0.02
 """From this share of the budget on, a term is worth a knob of its own."""
-SHORTEST_WINDOW = 32
+SHORTEST_PIECE, SHORTEST_WINDOW = 8, 32
+"""Steps of a segment and of a window: what is shorter takes more time than it saves memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,7 @@ def make_space(spec: Spec, place: Place, budget_bytes: int, here: "Here", allow:
     fixed = here.fixed
     choices: dict[str, tuple[Any, ...]] = {
         "engine": _engines(spec, place),
-        "precision": tuple(here.precisions) if "precision" in allow else ("fp32",),
+        "precision": _precisions(here.precisions) if "precision" in allow else ("fp32",),
         "threads": (None,) if place.cuda else _threads(here.cores),
         "allocator": ("plain", "expandable") if place.cuda and here.expandable else ("plain",) if place.cuda
         else ("steady", "plain"),
@@ -119,9 +120,15 @@ def check_fixed(fixed: dict[str, Any], allow: tuple[str, ...]) -> None:
 
 
 def _engines(spec: Spec, place: Place) -> tuple[str, ...]:
-    if place.cuda:
-        return ("cudnn", "native")
+    if place.cuda:  # PyTorch's own kernels keep several times as much there: only if they are asked for
+        return ("cudnn",)
     return ("onednn", "native") if spec.cell == "lstm" and spec.projection is None else ("native",)
+
+
+def _precisions(own: tuple[str, ...]) -> tuple[str, ...]:
+    """fp32 and one of the others: bf16 if there is one, since it needs no scaling of the loss."""
+    half = [name for name in ("bf16", "fp16") if name in own]
+    return ("fp32", *half[:1])
 
 
 def _threads(cores: int) -> tuple[int, ...]:
@@ -147,14 +154,15 @@ def microbatches(batch: int, *, finest: bool = False) -> list[int]:
 
 
 def segment_counts(steps: int) -> list[int]:
-    """From 2 to one for each step, each about a fifth more than the last up to 64, and by half from there.
+    """From 2 to pieces of a few steps, each about a fifth more than the last up to 64, and by half from there.
 
-    >>> segment_counts(10)
+    >>> segment_counts(80)
     [2, 3, 4, 5, 6, 7, 8, 10]
     """
     powers = [*(power / 4 for power in range(4, 25)), *(6 + power / 2 for power in range(1, 60))]
-    counts = {min(steps, round(2**power)) for power in powers}
-    return sorted(one for one in counts if one >= 2)
+    most = max(2, steps // SHORTEST_PIECE)
+    counts = {min(most, round(2**power)) for power in powers}
+    return sorted(one for one in counts if 2 <= one <= steps)
 
 
 Shape = tuple[int, bool, int, int | None]

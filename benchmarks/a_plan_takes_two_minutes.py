@@ -1,0 +1,101 @@
+"""Claim: `oomguard plan --model lstm --seq 10000` takes at most two minutes, with all that is free as the budget and
+with 700 MiB, in which plain PyTorch does not fit.
+
+    python benchmarks/a_plan_takes_two_minutes.py [--seq T]
+
+About 5 minutes. The whole command counts, from the start of the process, with no calibration of earlier searches. That
+the plain step does not fit in 700 MiB is what the plan says, and what a probe of it shows.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from results import print_row, publish
+
+from oomguard import Plan, Runner, find_feasible_config, load_plan, save_plan
+from oomguard.candidate import make_candidate
+from oomguard.units import MIB, format_bytes, format_seconds, parse_bytes
+
+SEQ, BUDGET = 10_000, "700MiB"
+MOST_SECONDS = 120.0
+PROGRAM = (sys.executable, "-P", "-m", "oomguard")
+"""The oomguard that this process imports too, wherever it was started."""
+WIDTHS = (14, 9, 7, 12, 12, 14, 10)
+
+
+def has_command() -> bool:
+    """Whether this oomguard has `oomguard plan`."""
+    asked = [*PROGRAM, "plan", "--help"]
+    return subprocess.run(asked, capture_output=True).returncode == 0
+
+
+def command(seq: int, budget: str | None, output: Path) -> list[str]:
+    """What a user types, or the same by way of Python."""
+    words = ["--seq", str(seq), "--output", str(output), *(["--budget", budget] if budget else [])]
+    if has_command():
+        return [*PROGRAM, "plan", "--model", "lstm", *words]
+    return [sys.executable, str(Path(__file__)), *words]
+
+
+def run(seq: int, budget: str | None) -> tuple[Plan, float]:
+    """The plan, and the seconds that it took."""
+    with tempfile.TemporaryDirectory() as directory:
+        output = Path(directory) / "plan.json"
+        words = command(seq, budget, output)
+        began = time.monotonic()
+        done = subprocess.run(words, capture_output=True, text=True)
+        seconds = time.monotonic() - began
+        if not output.exists():
+            sys.exit(f"There is no plan (exit code {done.returncode}): {done.stderr}")
+        return load_plan(output), seconds
+
+
+def plain_verdict(plan: Plan) -> str:
+    """What comes of the plain step within the plan's budget."""
+    with Runner("cpu", timeout=300) as runner:
+        return runner.probe(plan.spec, make_candidate(plan.spec), budget_bytes=plan.budget_bytes).verdict.name
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seq", type=int, default=SEQ)
+    parser.add_argument("--output", help=argparse.SUPPRESS)
+    parser.add_argument("--budget", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.output:
+        save_plan(find_feasible_config(cell="lstm", seq=given.seq, budget=given.budget), given.output)
+        return
+    rows: list[dict[str, Any]] = []
+    print_row(("budget", "seconds", "probes", "peak", "step", "candidate", "ended"), WIDTHS)
+    for budget in (None, BUDGET):
+        plan, seconds = run(given.seq, budget)
+        chosen = plan.candidate
+        row = {"budget": budget, "budget_bytes": plan.budget_bytes, "seconds": seconds, "probes": plan.probes}
+        row |= {"ooms": plan.ooms, "peak_bytes": plan.peak_bytes, "seconds_per_step": plan.seconds_per_step}
+        row |= {"ended": plan.ended, "confirmed": plan.confirmed, "candidate": plan.to_dict()["candidate"]}
+        row |= {"plain_fits": plan.plain.fits, "plain": plain_verdict(plan) if budget else None}
+        rows.append(row)
+        step = format_seconds(plan.seconds_per_step or 0)
+        peak = format_bytes(plan.peak_bytes)
+        shape = f"B {chosen.microbatch}, S {chosen.segments}"
+        print_row((budget or "what is free", f"{seconds:.0f}", plan.probes, peak, step, shape, plan.ended), WIDTHS)
+    tight = rows[-1]
+    longest = max(row["seconds"] for row in rows)
+    hard = not tight["plain_fits"] and tight["plain"] in ("OVER", "OOM")
+    assert tight["budget_bytes"] <= parse_bytes(BUDGET)
+    claims = {
+        f"at most {MOST_SECONDS:.0f} s (longest: {longest:.0f})": longest <= MOST_SECONDS,
+        f"the plain step does not fit in {tight['budget_bytes'] // MIB} MiB ({tight['plain']})": hard,
+        "no probe runs out of memory": not any(row["ooms"] for row in rows),
+    }
+    result = {"seq": given.seq, "command": has_command(), "rows": rows}
+    publish("a_plan_takes_two_minutes", result, claims, whole=given.seq == SEQ)
+
+
+if __name__ == "__main__":
+    main()

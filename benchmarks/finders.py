@@ -1,0 +1,202 @@
+"""How other tools find the largest microbatch: Lightning's Tuner.scale_batch_size, accelerate's
+find_executable_batch_size.
+
+    python benchmarks/finders.py '{"tool": "lightning-binsearch", "spec": {...}, "growth_bytes": ..., "start": ...}'
+
+prints one JSON line: what it found, its trials, how many of them ran out of memory, and its seconds (without imports).
+Both find the border by running into it, so this process is given one: RLIMIT_DATA, `growth_bytes` over what is
+committed after all is imported and a tiny step has run (so that the tool's own libraries do not count against it).
+`"translate": true` shows the tool every error that is one of memory in the words that it knows. The tool `plain` runs
+`start` sequences without a limit and prints what was committed.
+"""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from oomguard.estimate.malloc import STEADY_ENVIRONMENT
+from oomguard.presets import make_spec
+from oomguard.spec import Spec
+
+STEPS = 3
+"""Of a trial: Lightning's default."""
+TOOLS = ("lightning-power", "lightning-binsearch", "accelerate")
+KNOWN = "DefaultCPUAllocator: can't allocate memory"
+"""What both tools take for an error of memory on the CPU (lightning 2.6.6, utilities/memory.py; accelerate 1.15.0,
+utils/memory.py)."""
+
+
+def find(tool: str, spec: dict[str, Any], timeout: float = 1800, **asked: Any) -> dict[str, Any]:
+    """One tool in a process of its own, with the allocator setting `steady`. That it dies is a result."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")} | STEADY_ENVIRONMENT
+    command = [sys.executable, str(Path(__file__)), json.dumps({"tool": tool, "spec": spec, **asked})]
+    began = time.monotonic()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
+        lines, died = done.stdout.splitlines(), f"exit code {done.returncode}: {done.stderr.strip()[-300:]}"
+    except subprocess.TimeoutExpired:
+        lines, died = [], f"not done after {timeout:.0f} s"
+    answer: dict[str, Any] = {"found": None, "trials": None, "ooms": None, "seconds": time.monotonic() - began}
+    return json.loads(lines[-1]) if lines and lines[-1].startswith("{") else answer | {"error": died}
+
+
+class Trials:
+    """Runs sizes, and counts."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec, self.sizes, self.ooms, self.unknown = spec, list[int](), 0, list[str]()
+
+    def count(self, rows: int, run: Callable[[], None], *, translate: bool) -> None:
+        """One trial of a tool."""
+        from oomguard.probe.verdict import Verdict, judge
+
+        self.sizes.append(rows)
+        try:
+            return run()
+        except Exception as error:
+            if judge(error) is not Verdict.OOM:
+                raise
+            self.ooms += 1
+            if KNOWN not in str(error):
+                self.unknown.append(f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}")
+            if not translate:
+                raise
+        raise RuntimeError(KNOWN)  # outside of the except block, so that it holds no tensors
+
+    def answer(self, found: int | None) -> dict[str, Any]:
+        return {"found": found, "trials": len(self.sizes), "ooms": self.ooms, "unknown": self.unknown}
+
+
+def steps_of(spec: Spec, rows: int) -> None:
+    """What a user's training function does: a new model, a few optimizer steps."""
+    import torch
+
+    from oomguard.candidate import Candidate
+    from oomguard.model import build
+    from oomguard.probe.sample import random_microbatch
+    from oomguard.step import make_optimizer
+
+    model, dice = build(spec), torch.Generator().manual_seed(0)
+    optimizer = make_optimizer(model, Candidate(microbatch=1))
+    for _ in range(STEPS):
+        batch = random_microbatch(spec, rows, dice)
+        torch.nn.functional.mse_loss(model(batch.inputs, None)[0], batch.targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del batch
+
+
+def with_accelerate(trials: Trials, asked: dict[str, Any], limit: Callable[[], None]) -> int:
+    from accelerate.utils import find_executable_batch_size
+
+    def train(batch_size: int) -> int:
+        trials.count(batch_size, lambda: steps_of(trials.spec, batch_size), translate=asked["translate"])
+        return batch_size
+
+    limit()
+    found: int = find_executable_batch_size(train, starting_batch_size=asked["start"])()
+    return found
+
+
+def with_lightning(trials: Trials, asked: dict[str, Any], limit: Callable[[], None]) -> int | None:
+    import torch
+    from pytorch_lightning import LightningModule, Trainer
+    from pytorch_lightning.tuner import Tuner, batch_size_scaling
+    from torch.utils.data import DataLoader, IterableDataset
+
+    from oomguard.candidate import Candidate
+    from oomguard.model import build
+    from oomguard.probe.sample import random_microbatch
+    from oomguard.step import make_optimizer
+
+    class Random(IterableDataset[Any]):
+        """Whole microbatches, each made when its turn comes."""
+
+        def __init__(self, rows: int) -> None:
+            self.rows = rows
+
+        def __iter__(self) -> Iterator[Any]:
+            dice = torch.Generator().manual_seed(0)
+            while True:
+                yield random_microbatch(trials.spec, self.rows, dice)[:2]
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.batch_size = build(trials.spec), 2
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            return torch.nn.functional.mse_loss(self.model(batch[0], None)[0], batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return make_optimizer(self.model, Candidate(microbatch=1))
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(Random(self.batch_size), batch_size=None)
+
+    run, module = batch_size_scaling._try_loop_run, Module()
+
+    def counted(trainer: Any, params: dict[str, Any]) -> None:
+        trials.count(module.batch_size, lambda: run(trainer, params), translate=asked["translate"])
+
+    with tempfile.TemporaryDirectory() as directory:
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        trainer = Trainer(accelerator="cpu", max_steps=1, default_root_dir=directory, **quiet)
+        Trainer(accelerator="cpu", max_steps=1, default_root_dir=directory, **quiet).fit(Module())  # loads all it needs
+        batch_size_scaling._try_loop_run = counted
+        limit()
+        return Tuner(trainer).scale_batch_size(module, mode=asked["tool"].partition("-")[2], steps_per_trial=STEPS)
+
+
+def main() -> None:
+    import torch
+
+    from oomguard.device.cpu import Cpu
+    from oomguard.device.proc import read_status
+    from oomguard.probe.sample import tiny_spec
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    asked: dict[str, Any] = {"translate": False} | json.loads(sys.argv[1])
+    spec = make_spec(asked["spec"])
+    steps_of(tiny_spec(spec), 2)
+    if asked["tool"] == "plain":
+        before = read_status()
+        Cpu().reset()
+        steps_of(spec, asked["start"])
+        committed_bytes = Cpu().reading().committed_peak_bytes
+        assert before is not None
+        print(json.dumps({"growth_bytes": (committed_bytes or 0) - (before.committed_bytes or 0)}))
+        return
+    began = time.monotonic()
+
+    def limit() -> None:
+        nonlocal began
+        now = read_status()
+        most_bytes = (now.committed_bytes or 0 if now is not None else 0) + asked["growth_bytes"]
+        resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, resource.RLIM_INFINITY))
+        began = time.monotonic()
+
+    trials, error, found = Trials(spec), None, None
+    try:
+        tool = with_accelerate if asked["tool"] == "accelerate" else with_lightning
+        found = tool(trials, asked, limit)
+    except Exception as failure:  # it crashed, which is its answer
+        resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        error = traceback.format_exception_only(failure)[-1].strip().partition("\n")[0][:200]
+    seconds = time.monotonic() - began
+    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    print(json.dumps(trials.answer(found) | {"seconds": seconds, "error": error}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""Claim: of 30 plans for random specs and budgets, none runs out of memory in 20 optimizer steps of the whole batch.
+
+    python benchmarks/plans_do_not_run_out.py [COUNT] [--seed S] [--steps N]
+
+About 25 minutes. Each plan is found in at most 40 s and 6 probes, from nothing. Then it is trained for real: every
+accumulation pass of every step, the uneven last microbatch included, in a new process that is started as the plan says
+(`exports`), and that its parent looks at every 10 ms and kills at the budget. The kernel's own high-water mark at the
+end counts as well. In at least a third of the cases the plain step must not fit (asserted by a probe of each), or they
+would not be hard. That nothing fits is an answer, and counted by itself.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from peak import status_bytes
+from results import print_row, publish
+
+from oomguard import NothingFitsError, Plan, Runner, find_feasible_config, load_plan, save_plan
+from oomguard.candidate import make_candidate
+from oomguard.device.cpu import Cpu, watch
+from oomguard.estimate import terms
+from oomguard.estimate.breakdown import estimate_step
+from oomguard.presets import make_spec
+from oomguard.spec import Spec
+from oomguard.units import MIB
+
+COUNT, STEPS = 30, 20
+SEARCH: dict[str, Any] = {"timeout": 40, "max_probes": 6, "threads": 1}
+POLL_SECONDS = 0.01
+LEAST_BYTES, MOST_BYTES = 360 * MIB, 1200 * MIB
+"""Budgets."""
+LEAST_HARD = 1 / 3
+MOST_OPERATIONS = 4e10
+"""Of a step, so that it takes no more than about 3 s."""
+WIDTHS = (66, 8, 12, 6, 6, 9, 8)
+
+
+def draw(dice: random.Random) -> tuple[dict[str, Any], int]:
+    """A random spec, and a budget in which the plain step often does not fit."""
+    while True:
+        fields: dict[str, Any] = {
+            "cell": dice.choice(["lstm", "gru", "rnn"]),
+            "seq": round(50 * 60 ** dice.random()),
+            "hidden": dice.choice([16, 32, 64, 100, 128, 200, 256]),
+            "layers": dice.choice([1, 2, 3]),
+            "batch": dice.randint(1, 64),
+            "bidirectional": dice.random() < 0.25,
+            "dropout": dice.choice([0.0, 0.0, 0.2]),
+            "head": dice.choice(["per-step", "per-step", "last-step"]),
+            "optimizer": dice.choice(["adam", "adamw", "sgd", "sgd-momentum", "rmsprop", "adagrad"]),
+        }
+        fields |= {"vocab": dice.choice([50, 1000])} if dice.random() < 0.25 else {"features": dice.choice([1, 8, 64])}
+        spec = make_spec(fields)
+        plain = estimate_step(spec, make_candidate(spec))
+        room_bytes = (
+            plain.growth_bytes * 0.1 * 20 ** dice.random()
+        )  # from a tenth of what the plain step needs to twice
+        budget_bytes = round(plain.terms["runtime"] + room_bytes)
+        operations = 6 * terms.weights_bytes(spec) / 4 * spec.steps * spec.batch
+        if LEAST_BYTES <= budget_bytes <= MOST_BYTES and operations <= MOST_OPERATIONS:
+            return fields, budget_bytes
+
+
+def train(path: str, steps: int) -> None:
+    """In the child: what the plan says, on random data."""
+    import torch
+
+    from oomguard.bptt import Microbatch
+    from oomguard.probe.sample import random_microbatch
+    from oomguard.step import prepare, step
+
+    plan = load_plan(path)
+    spec, candidate = plan.spec, plan.candidate
+    Cpu().settle(candidate)
+    training, dice = prepare(spec, candidate), torch.Generator().manual_seed(0)
+    full, rest = divmod(spec.batch, candidate.microbatch)
+    targets = spec.batch * (spec.steps if spec.head == "per-step" else 1)
+
+    def microbatches() -> Any:
+        for rows in [candidate.microbatch] * full + [rest] * (rest > 0):
+            made: list[Microbatch] = [random_microbatch(spec, rows, dice)]
+            yield made.pop()  # held by nobody here
+
+    began = time.monotonic()
+    for _ in range(steps):
+        loss = step(training, microbatches(), targets).loss
+        assert bool(torch.isfinite(loss)), "The loss is not a number."
+    print(json.dumps({"peak_bytes": status_bytes("VmHWM"), "seconds": (time.monotonic() - began) / steps}))
+
+
+def run_plan(plan: Plan, steps: int) -> dict[str, Any]:
+    """Train in a child under the budget. What came of it: trained, over (killed at the budget), or failed."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = save_plan(plan, Path(directory) / "plan.json")
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")} | plan.exports
+        command = [sys.executable, str(Path(__file__)), "--train", str(path), "--steps", str(steps)]
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        ) as child:
+            seen_bytes = 0
+            while child.poll() is None:
+                now = watch(child.pid)
+                seen_bytes = max(seen_bytes, 0 if now is None else now.resident_bytes)
+                if seen_bytes > plan.budget_bytes:
+                    child.kill()
+                    return {"outcome": "over", "run_bytes": seen_bytes}
+                time.sleep(POLL_SECONDS)
+            words, errors = child.communicate()
+    if child.returncode:
+        return {"outcome": "failed", "run_bytes": seen_bytes, "error": errors.strip()[-300:]}
+    found = json.loads(words.splitlines()[-1])
+    outcome = "trained" if found["peak_bytes"] <= plan.budget_bytes else "over"
+    return {"outcome": outcome, "run_bytes": found["peak_bytes"], "seconds_per_step": found["seconds"]}
+
+
+def does_plain_fit(spec: Spec, budget_bytes: int) -> bool:
+    """Whether the whole batch runs in one pass, as PyTorch would run it."""
+    with Runner("cpu", timeout=60, seconds=0.1) as runner:
+        record = runner.probe(spec, make_candidate(spec, threads=1), budget_bytes=budget_bytes, steps=1)
+    return record.verdict.ran
+
+
+def run_case(fields: dict[str, Any], budget_bytes: int, steps: int) -> dict[str, Any]:
+    """A plan, and what came of it."""
+    spec, began = make_spec(fields), time.monotonic()
+    case: dict[str, Any] = {
+        "spec": fields,
+        "budget_bytes": budget_bytes,
+        "plain_fits": does_plain_fit(spec, budget_bytes),
+    }
+    try:
+        plan = find_feasible_config(spec, budget=budget_bytes, **SEARCH)
+    except NothingFitsError as error:
+        return case | {"outcome": "nothing fits", "needed_bytes": error.shortfall.needed_bytes}
+    case |= {"candidate": plan.to_dict()["candidate"], "confirmed": plan.confirmed, "plan_bytes": plan.peak_bytes}
+    case |= {"probes": plan.probes, "search_seconds": time.monotonic() - began, "ended": plan.ended}
+    case |= {"ooms": plan.ooms + sum(one.verdict.name == "OVER" for one in plan.records)}
+    return case | run_plan(plan, steps)
+
+
+def told(fields: dict[str, Any]) -> str:
+    """A spec in a line."""
+    extra = [name for name in ("bidirectional", "dropout", "vocab") if fields.get(name)]
+    extra += ["last step"] if fields["head"] == "last-step" else []
+    shape = f"{fields['cell']} {fields['hidden']} × {fields['layers']} T {fields['seq']} B {fields['batch']}"
+    return " ".join([shape, fields["optimizer"], *extra])
+
+
+def show(case: dict[str, Any]) -> None:
+    """One line."""
+    share = f"{case['run_bytes'] / case['budget_bytes']:.1%}" if "run_bytes" in case else ""
+    plain = "fits" if case["plain_fits"] else "no"
+    budget = f"{case['budget_bytes'] // MIB} MiB"
+    seconds = f"{case['search_seconds']:.0f}" if "search_seconds" in case else ""
+    print_row((told(case["spec"]), budget, case["outcome"], plain, case.get("probes", ""), seconds, share), WIDTHS)
+    if "error" in case:
+        print("   ", case["error"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("count", nargs="?", type=int, default=COUNT)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--train", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.train:
+        train(given.train, given.steps)
+        return
+    dice, done = random.Random(given.seed), []
+    print_row(("", "budget", "outcome", "plain", "probes", "search s", "peak"), WIDTHS)
+    for _ in range(given.count):
+        done.append(run_case(*draw(dice), given.steps))
+        show(done[-1])
+    ran = [case for case in done if "run_bytes" in case]
+    out = [case for case in ran if case["outcome"] != "trained"]
+    hard = sum(not case["plain_fits"] for case in done) / len(done)
+    shares = sorted(case["run_bytes"] / case["budget_bytes"] for case in ran)
+    nothing = len(done) - len(ran)
+    tenths = [round(one, 3) for one in quantiles(shares, n=10)] if len(shares) > 1 else shares
+    if shares:
+        print(f"\nPeak over budget: least {shares[0]:.1%}, median {median(shares):.1%}, most {shares[-1]:.1%}.")
+    print(f"Nothing fits: {nothing} of {len(done)}.")
+    claims = {
+        f"none of {len(ran)} plans runs out in {given.steps} steps ({len(out)})": not out,
+        f"no probe runs out of memory or over the budget ({sum(case['ooms'] for case in ran)})": not any(
+            case["ooms"] for case in ran
+        ),
+        f"the plain step does not fit in at least a third of the cases ({hard:.0%})": hard >= LEAST_HARD,
+    }
+    result = {"plans": len(ran), "out": len(out), "nothing_fits": nothing, "hard": hard, "peak_tenths": tenths}
+    result |= {"seed": given.seed, "steps": given.steps, "cases": done}
+    whole = given.count >= COUNT and given.steps >= STEPS
+    publish("plans_do_not_run_out", result, claims, whole=whole)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Claim: the search finds at least 95 % of the largest microbatch in at most 4 probes, none of which runs out of
+memory, in at most a third of the time of Lightning's binary search.
+
+    python benchmarks/search_needs_few_probes.py [CASES]
+
+12 cases (6 models x 2 budgets), about 25 minutes. Side by side, on the same model, optimizer, random data and border:
+the true maximum (bisection with probes, until one more sequence does not run within the budget), oomguard,
+Lightning's Tuner.scale_batch_size in both modes with its defaults, and accelerate's find_executable_batch_size from the
+whole batch on. All with one thread, in the allocator setting `steady`.
+
+The budget is one of resident bytes, to which oomguard holds its probes by watching them. The rivals need an error to
+find the border, so they get one: allocations fail beyond what the true maximum commits (see finders.py). Their seconds
+do not count the start of their process and its imports; those of oomguard do. Where a rival does not recognise an error
+of memory and dies of it, it is run again with the error in words that it knows (`translated`).
+"""
+
+import argparse
+import time
+from typing import Any
+
+from finders import TOOLS, find
+from results import print_row, publish
+
+from oomguard import Runner, find_feasible_config
+from oomguard.api import estimate
+from oomguard.candidate import make_candidate
+from oomguard.presets import make_spec
+from oomguard.spec import Spec
+from oomguard.units import MIB
+
+BATCH = 2048
+"""Far more than fits, so that the maximum lies inside."""
+MODELS: tuple[dict[str, Any], ...] = (
+    {"cell": "lstm", "hidden": 128, "layers": 1, "seq": 200},
+    {"cell": "gru", "hidden": 128, "layers": 1, "seq": 100},
+    {"cell": "rnn", "hidden": 128, "layers": 2, "seq": 200},
+    {"cell": "lstm", "hidden": 256, "layers": 2, "seq": 100},
+    {"cell": "gru", "hidden": 256, "layers": 2, "seq": 50},
+    {"cell": "rnn", "hidden": 256, "layers": 1, "seq": 400},
+)
+BUDGETS_BYTES = (600 * MIB, 900 * MIB)
+MOST_PROBES, LEAST_SHARE, MOST_TIME = 4, 0.95, 1 / 3
+COLUMNS = ("", "found", "of max", "trials", "OOMs", "seconds")
+WIDTHS = (34, 6, 7, 6, 5, 8)
+
+
+def knobs(spec: Spec) -> dict[str, Any]:
+    """What is fixed for all: what PyTorch does by itself, with one thread."""
+    engine = "onednn" if spec.cell == "lstm" else "native"
+    return {"segments": 1, "threads": 1, "allocator": "steady", "engine": engine}
+
+
+def largest(spec: Spec, budget_bytes: int) -> tuple[int, int]:
+    """The largest microbatch that runs within the budget while one more does not, and the probes that it took.
+
+    Starts from the estimate, to save time: where the border is does not depend on where the bisection began.
+    """
+    with Runner("cpu", seconds=1.0) as runner:
+        tried: dict[int, bool] = {}
+
+        def runs(rows: int) -> bool:
+            if rows not in tried:
+                record = runner.probe(
+                    spec, make_candidate(spec, microbatch=rows, **knobs(spec)), budget_bytes=budget_bytes
+                )
+                assert record.verdict.ran or record.verdict.name in ("OVER", "OOM"), record.message
+                tried[rows] = record.verdict.ran
+            return tried[rows]
+
+        assert not runs(spec.batch), "The case is not hard: the whole batch fits in one pass."
+        guess = first_guess(spec, budget_bytes)
+        low, high = guess, spec.batch
+        while low > 1 and not runs(low):
+            low, high = low * 9 // 10, low
+        step = max(1, low // 50)
+        while low + step < high and runs(low + step):
+            low, step = low + step, 2 * step
+        high = min(high, low + step)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if runs(middle) else (low, middle)
+        assert runs(low)
+        assert not runs(low + 1)
+        return low, len(tried)
+
+
+def first_guess(spec: Spec, budget_bytes: int) -> int:
+    """The largest microbatch by the bare estimate."""
+    sizes = list(range(1, spec.batch))
+    fits = estimate(spec, microbatch=sizes, budget_bytes=budget_bytes, **knobs(spec)).total_bytes <= budget_bytes
+    return max((size for size, one in zip(sizes, fits, strict=True) if one), default=1)
+
+
+def ours(spec: Spec, budget_bytes: int) -> dict[str, Any]:
+    """What oomguard finds, and what that took."""
+    began = time.monotonic()
+    plan = find_feasible_config(spec, budget=budget_bytes, maximize="microbatch", **knobs(spec))
+    seconds = time.monotonic() - began
+    over = sum(one.verdict.name == "OVER" for one in plan.records)
+    found = {"found": plan.candidate.microbatch, "trials": plan.probes, "ooms": plan.ooms + over, "seconds": seconds}
+    return found | {"error": None, "peak_bytes": plan.peak_bytes}
+
+
+def run_case(fields: dict[str, Any], budget_bytes: int) -> dict[str, Any]:
+    """All contenders on one model and budget."""
+    fields = fields | {"features": 16, "batch": BATCH}
+    spec = make_spec(fields)
+    maximum, probes = largest(spec, budget_bytes)
+    border = find("plain", fields, start=maximum)
+    case: dict[str, Any] = {"spec": fields, "budget_bytes": budget_bytes, "maximum": maximum, "bisection": probes}
+    case |= {"committed_growth_bytes": border["growth_bytes"], "oomguard": ours(spec, budget_bytes)}
+    for tool in TOOLS:
+        case[tool] = find(tool, fields, start=BATCH, **border)
+        if case[tool]["error"]:
+            case[f"{tool}, translated"] = find(tool, fields, start=BATCH, translate=True, **border)
+    return case
+
+
+def show(case: dict[str, Any]) -> None:
+    """The table of one case."""
+    spec = case["spec"]
+    model = f"{spec['cell']} {spec['hidden']} × {spec['layers']}, T = {spec['seq']}, {case['budget_bytes'] // MIB} MiB"
+    print(f"\n{model}: true maximum {case['maximum']} ({case['bisection']} probes)")
+    print_row(COLUMNS, WIDTHS)
+    for name, one in case.items():
+        if isinstance(one, dict) and "found" in one:
+            share = "" if one["found"] is None else f"{one['found'] / case['maximum']:.1%}"
+            cells = ("-" if one[key] is None else one[key] for key in ("found", "trials", "ooms"))
+            found, trials, ooms = cells
+            print_row((f"  {name}", found, share, trials, ooms, f"{one['seconds']:.1f}"), WIDTHS)
+            if one["error"]:
+                print(f"    died: {one['error']}")
+
+
+def seconds_of(case: dict[str, Any], tool: str) -> float:
+    """Of a tool that died, what it took when it did not."""
+    return float(case.get(f"{tool}, translated", case[tool])["seconds"])
+
+
+def main() -> None:
+    cases = [(model, budget_bytes) for budget_bytes in BUDGETS_BYTES for model in MODELS]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="?", type=int, default=len(cases))
+    count = parser.parse_args().cases
+    done = []
+    for model, budget_bytes in cases[:count]:
+        done.append(run_case(model, budget_bytes))
+        show(done[-1])
+    share = min(case["oomguard"]["found"] / case["maximum"] for case in done)
+    probes = max(case["oomguard"]["trials"] for case in done)
+    ooms = sum(case["oomguard"]["ooms"] for case in done)
+    total = {tool: sum(seconds_of(case, tool) for case in done) for tool in ("oomguard", *TOOLS)}
+    ratio = total["oomguard"] / total["lightning-binsearch"]
+    print("\nSeconds in all: " + ", ".join(f"{tool} {seconds:.0f}" for tool, seconds in total.items()))
+    claims = {
+        f"at most {MOST_PROBES} probes (most: {probes})": probes <= MOST_PROBES,
+        f"no probe runs out of memory or over the budget ({ooms})": ooms == 0,
+        f"at least {LEAST_SHARE:.0%} of the maximum (least: {share:.1%})": share >= LEAST_SHARE,
+        f"at most 1/3 of the time of Lightning's binary search ({ratio:.2f})": ratio <= MOST_TIME,
+    }
+    result = {"least_share": share, "most_probes": probes, "ooms": ooms, "time_ratio": ratio, "cases": done}
+    packages = ("pytorch-lightning", "accelerate")
+    publish("search_needs_few_probes", result, claims, whole=count >= len(cases), packages=packages)
+
+
+if __name__ == "__main__":
+    main()

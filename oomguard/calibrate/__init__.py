@@ -1,0 +1,233 @@
+"""Calibration: (estimate, record) pairs -> the correction of estimates and their margin, for memory and for time.
+
+Both are one and the same small regression (fit.py). The logarithm of `measured / predicted` is taken to be a sum of a
+few effects: for memory (memory.py) pieces, the size, the microbatch; for time (speed.py) the engine, threads, page
+faults and so on. Records narrow them down; what is like the records is then predicted closely, and what is not keeps a
+wide margin.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from oomguard.calibrate import memory, speed
+from oomguard.calibrate.fit import Data, Fit, Prior, fit_robustly
+from oomguard.estimate import terms
+from oomguard.estimate.breakdown import Estimate, estimate_step
+from oomguard.estimate.margin import MARGIN_PERCENT
+from oomguard.estimate.place import Place
+from oomguard.probe.record import Record
+from oomguard.spec import Spec
+
+
+class Kind(NamedTuple):
+    """What memory is calibrated for on its own."""
+
+    engine: str
+    precision: str
+    allocator: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What a candidate will need. Numbers, or arrays for an array of candidates."""
+
+    peak_bytes: Any
+    """The calibrated peak."""
+    margin_bytes: Any
+    """What is added because it may err."""
+    seconds_per_step: Any
+    """An optimizer step of the whole batch."""
+    doubt: Any
+    """Standard deviation of the logarithm of that time."""
+
+    @property
+    def safe_bytes(self) -> Any:
+        """Peak and margin: what must fit the budget."""
+        return self.peak_bytes + self.margin_bytes
+
+    def __getitem__(self, index: int) -> "Prediction":
+        """Of the i-th candidate, in Python's own numbers."""
+        return Prediction(
+            peak_bytes=int(self.peak_bytes[index]),
+            margin_bytes=int(self.margin_bytes[index]),
+            seconds_per_step=float(self.seconds_per_step[index]),
+            doubt=float(self.doubt[index]),
+        )
+
+
+def same_model(one: Spec, other: Spec) -> bool:
+    """Whether two specs differ in nothing but how many and how long their sequences are.
+
+    >>> same_model(Spec(cell="gru", seq=10), Spec(cell="gru", seq=99, batch=4))
+    True
+    """
+    return _nucleus(one) == _nucleus(other)
+
+
+def _nucleus(spec: Spec) -> Spec:
+    return msgspec.structs.replace(spec, seq=1, batch=1, lengths=None, packed=spec.packs)
+
+
+def kind_of(record: Record) -> Kind:
+    """The kind that a record is of."""
+    knobs = record.candidate
+    return Kind(record.engine or "", knobs.precision, knobs.allocator or _usual_allocator(record.device != "cpu"))
+
+
+def _usual_allocator(cuda: bool) -> str:
+    return "plain" if cuda else "steady"
+
+
+def bare_deviation(setting: str) -> float:
+    """The standard deviation of an estimate that no record calibrates."""
+    return float(np.log1p(MARGIN_PERCENT[setting] / 100) / memory.SIGMAS)
+
+
+def _setting(kind: Kind, place: Place) -> str:
+    """Which row of the tables above a kind goes by."""
+    return "cuda" if place.cuda else kind.allocator
+
+
+class Calibration:
+    """What records tell about a spec on a device.
+
+    >>> from oomguard.candidate import Candidate
+    >>> from oomguard.estimate.place import CPU
+    >>> spec = Spec(cell="lstm", seq=1000)
+    >>> found = Calibration(spec, [], CPU).predict(estimate_step(spec, Candidate(microbatch=32)))
+    >>> found.margin_bytes > 0
+    True
+    """
+
+    def __init__(self, spec: Spec, records: Iterable[Record], place: Place) -> None:
+        self.spec, self.place = spec, place
+        self.records = [one for one in records if one.steps and one.terms and one.spec.cell == spec.cell]
+        own = [one for one in self.records if same_model(one.spec, spec)]
+        self.own = [(one, estimate_step(one.spec, one.candidate, place)) for one in own]
+        self._memory: dict[Kind, Fit] = {}
+        self._time: Fit | None = None
+
+    @property
+    def kinds(self) -> set[Kind]:
+        """The kinds of which this very model has been measured."""
+        return {kind_of(record) for record, _ in self.own}
+
+    def predict(self, estimate: Estimate) -> Prediction:
+        """Peak, margin and time of the estimate's candidate (or of each of them)."""
+        peak, margin = self.predict_memory(estimate)
+        seconds, doubt = self.predict_time(estimate)
+        return Prediction(peak_bytes=peak, margin_bytes=margin, seconds_per_step=seconds, doubt=doubt)
+
+    def predict_memory(self, estimate: Estimate) -> tuple[Any, Any]:
+        """The calibrated peak, and its margin."""
+        known, rest = memory.split(estimate)
+        peak, margin = np.zeros_like(rest), np.zeros_like(rest)
+        columns = memory.features(estimate.candidate, rest)
+        groups = np.broadcast_to(memory.shapes(self.spec, estimate.candidate), len(rest))
+        for kind, rows in _kinds(estimate, self.place):
+            fit, setting = self._memory_fit(kind), _setting(kind, self.place)
+            ratio, spread = fit.at(columns[rows], groups[rows])
+            expected = rest[rows] * np.exp(ratio)
+            # whatever is far from all records is still an estimate, and errs no more than those do
+            deviation = np.minimum(np.hypot(spread, memory.NOISE[setting]), bare_deviation(setting))
+            peak[rows] = known[rows] + expected + self._runtime_bytes(kind, estimate)
+            margin[rows] = expected * np.expm1(memory.SIGMAS * deviation) + memory.FLOOR_BYTES[self.where]
+        return _as(np.ceil(peak).astype(np.int64), estimate), _as(np.ceil(margin).astype(np.int64), estimate)
+
+    def predict_time(self, estimate: Estimate) -> tuple[Any, Any]:
+        """Seconds of a step of the whole batch, and the standard deviation of their logarithm."""
+        knobs = estimate.candidate
+        if self._time is None:
+            self._time = self._fit_time()
+        columns = speed.features(self.spec, knobs, estimate.engine, cuda=self.place.cuda)
+        ratio, doubt = self._time.at(columns, np.zeros(len(columns)))
+        each = speed.guess(self.spec, knobs, estimate.engine, cuda=self.place.cuda) * np.exp(ratio)
+        seconds = each * (self.spec.steps * self.spec.batch) + self.update_seconds
+        return _as(seconds, estimate), _as(doubt, estimate)
+
+    @property
+    def where(self) -> str:
+        """`cpu` or `cuda`."""
+        return "cuda" if self.place.cuda else "cpu"
+
+    @property
+    def update_seconds(self) -> float:
+        """The optimizer's part of a step."""
+        measured = [one.seconds_per_update for one, _ in self.own if one.seconds_per_update is not None]
+        usual = 20 * terms.weights_bytes(self.spec) / (1e12 if self.place.cuda else 1e10)  # bytes moved, and per second
+        return float(np.median(measured)) if measured else usual
+
+    def _runtime_bytes(self, kind: Kind, estimate: Estimate) -> int:
+        """The most that any record of the kind began with, or what the estimate says."""
+        measured = [one.runtime_bytes or 0 for one in self.records if kind_of(one) == kind]
+        return max(measured, default=int(np.max(estimate.terms["runtime"])))
+
+    def _memory_fit(self, kind: Kind) -> Fit:
+        if kind not in self._memory:
+            rows = [
+                (record, found, same)
+                for same, pairs in ((True, self.own), (False, self._others(kind)))
+                for record, found in pairs
+                if kind_of(record) == kind
+            ]
+            self._memory[kind] = self._fit_memory(kind, rows)
+        return self._memory[kind]
+
+    def _others(self, kind: Kind) -> list[tuple[Record, Estimate]]:
+        """Records of other models with the same cell, of that kind."""
+        others = [one for one in self.records if kind_of(one) == kind and not same_model(one.spec, self.spec)]
+        return [(one, estimate_step(one.spec, one.candidate, self.place)) for one in others]
+
+    def _fit_memory(self, kind: Kind, rows: list[tuple[Record, Estimate, bool]]) -> Fit:
+        setting = _setting(kind, self.place)
+        # what no record calibrates keeps the margin of the bare estimate, whatever its size
+        slopes = memory.SLOPES if rows else (0.0,) * len(memory.SLOPES)
+        effects = [bare_deviation(setting), *slopes]
+        features, shapes, values, noise = [np.empty((0, len(effects)))], [np.empty(0, dtype=np.int64)], [], []
+        for record, found, same in rows:
+            assert record.terms is not None
+            rest = memory.split(found)[1]
+            measured = max(1, record.terms["rest"] + record.terms["gradients"])
+            features.append(memory.features(record.candidate, rest))
+            shapes.append(memory.shapes(record.spec, record.candidate) * (1 if same else -1))
+            values.append(float(np.log(measured / rest[0])))
+            doubts = [
+                memory.NOISE[setting] + memory.ERROR_BYTES[self.where] / rest[0],
+                0.0 if same else memory.OTHER_MODEL,
+            ]
+            doubts += [memory.ONE_PASS] if record.passes == 1 and kind.engine == "native" else []
+            noise.append(float(np.linalg.norm(doubts)))
+        data = Data(np.concatenate(features), np.concatenate(shapes), np.array(values), np.array(noise))
+        return Fit(Prior(effects, memory.SHAPE[setting] if rows else 0.0), data)
+
+    def _fit_time(self) -> Fit:
+        features, values = [np.empty((0, len(speed.EFFECTS)))], []
+        for record, found in self.own:
+            if record.fastest_pass_seconds is not None:
+                knobs, tokens = record.candidate, record.spec.steps * record.candidate.microbatch
+                features.append(speed.features(record.spec, knobs, found.engine, cuda=self.place.cuda))
+                guess = np.atleast_1d(speed.guess(record.spec, knobs, found.engine, cuda=self.place.cuda))[0]
+                values.append(float(np.log(record.fastest_pass_seconds / tokens / guess)))
+        count = len(values)
+        data = Data(np.concatenate(features), np.zeros(count), np.array(values), np.full(count, speed.NOISE))
+        return fit_robustly(Prior(speed.EFFECTS), data)
+
+
+def _kinds(estimate: Estimate, place: Place) -> Iterable[tuple[Kind, Any]]:
+    """The kinds among an estimate's candidates, and where they are."""
+    knobs, length = estimate.candidate, len(np.atleast_1d(estimate.total_bytes))
+    usual = _usual_allocator(place.cuda)
+    columns = [estimate.engine, knobs.precision, knobs.allocator]
+    wide = [np.broadcast_to(np.asarray(one, dtype=object), length) for one in columns]
+    names = np.array([f"{engine} {precision} {own or usual}" for engine, precision, own in zip(*wide, strict=True)])
+    for name in np.unique(names):
+        yield Kind(*name.split()), names == name
+
+
+def _as(values: Any, estimate: Estimate) -> Any:
+    """Arrays for arrays, numbers for numbers."""
+    return values if isinstance(estimate.total_bytes, np.ndarray) else values[0].item()

@@ -1,0 +1,67 @@
+"""What a peak consists of that is known, what is to be corrected, and what the correction may depend on."""
+
+from typing import Any
+
+import numpy as np
+
+from oomguard.calibrate.speed import piece_of
+from oomguard.candidate import Candidate, Candidates
+from oomguard.estimate.breakdown import Estimate
+from oomguard.spec import Spec
+from oomguard.units import MIB
+
+KNOWN = ("runtime", "weights", "optimizer", "input")
+"""Terms that are what tensors weigh: a probe measures them apart from the rest, and nothing corrects them."""
+SIGMAS = 2.0
+"""The margin, in standard deviations of the rest."""
+ERROR_BYTES = {"cpu": 2 * MIB, "cuda": 20 * MIB}
+"""What a measured peak errs by, whatever its size: pages that come and go; a segment of PyTorch's allocator (20 MiB,
+CUDACachingAllocator.cpp, kMinLargeAlloc and kLargeBuffer, torch 2.13)."""
+FLOOR_BYTES = {"cpu": 3 * MIB, "cuda": 24 * MIB}
+"""The least margin."""
+REPEAT = {"steady": 0.012, "plain": 0.10, "cuda": 0.01}
+"""By which share of its growth a candidate may peak higher than when it was measured. (Of PyTorch's own kernels, peaks
+creep by 1 % over 20 steps; without fixed thresholds of the C heap, they vary from run to run.)"""
+NOISE = {"steady": 0.008, "plain": 0.05, "cuda": 0.015}
+"""Standard deviation of a measured rest around what the effects explain."""
+OTHER_MODEL = 0.05
+"""Standard deviation on top of that, if the record is of another model with the same cell and engine."""
+ONE_PASS = 0.04
+"""The same, if PyTorch's own kernels went through one pass only: the heap is not yet as it will be."""
+SLOPES = (0.04, 0.04, 0.012, 0.012)
+"""How much pieces, chunks, a doubling of the rest and a doubling of the microbatch usually change the ratio."""
+SHAPE = {"steady": 0.006, "plain": 0.03, "cuda": 0.025}
+"""By how much a microbatch with its pieces usually differs from what the effects explain, always in the same way."""
+
+Knobs = Candidate | Candidates
+
+
+def split(estimate: Estimate) -> tuple[Any, Any]:
+    """What is known of the peak, without the runtime; and the rest, which is to be corrected (at least a page)."""
+    known = sum(np.atleast_1d(estimate.terms[term]).astype(float) for term in KNOWN if term != "runtime")
+    rest = np.atleast_1d(estimate.total_bytes) - np.atleast_1d(estimate.terms["runtime"]) - known
+    return known, np.maximum(rest, 4096.0)
+
+
+def features(knobs: Knobs, rest: Any) -> Any:
+    """1, pieces or not, chunks or not, doublings of the rest, doublings of the microbatch."""
+    pieces = np.greater(knobs.segments, 1) * 1.0
+    chunks = pieces * (1.0 - np.asarray(knobs.recompute) * 1.0)
+    size = np.log2(rest / (256 * MIB))
+    rows = np.log2(np.asarray(knobs.microbatch, dtype=float)) - 4
+    columns = (np.ones_like(rest), np.atleast_1d(pieces), np.atleast_1d(chunks), size, np.atleast_1d(rows))
+    return np.stack(np.broadcast_arrays(*columns), axis=1)
+
+
+def shapes(spec: Spec, knobs: Knobs) -> Any:
+    """A number for the microbatch and its pieces: the same for a candidate and for its shorter versions.
+
+    Segments are known by their length, chunks (of which all stay) by their number.
+    """
+    length = np.where(np.asarray(knobs.recompute), piece_of(spec, knobs), np.asarray(knobs.segments))
+    pieces = np.where(np.greater(knobs.segments, 1), length, 0)
+    bits = [np.asarray(knobs.recompute), np.asarray(knobs.offload), np.asarray(knobs.keep) == "host"]
+    number = np.asarray(knobs.microbatch, dtype=np.int64) * (1 << 31) + pieces
+    for bit in bits:
+        number = 2 * number + bit
+    return np.atleast_1d(number)

@@ -1,0 +1,88 @@
+"""What the help of each subcommand says, and what is said of a command line that it does not take."""
+
+from typing import Any
+
+from oomguard.checks import nearest, shown
+from oomguard.errors import MisuseError
+from oomguard.presets import PRESETS
+
+PRESET_LINES = "\n".join(f"- [bold]{name}[/bold]: {sentence}" for name, (sentence, _) in PRESETS.items())
+ESTIMATE_HELP = f"""Predict the peak memory of one candidate by arithmetic: no run, no GPU, no torch.
+
+[bold]Examples[/bold]
+
+- oomguard estimate --model lstm --seq 10000
+- oomguard estimate --preset char-lm --device rtx-4090 --precision bf16
+- oomguard estimate --model spec.toml --segments 100 --budget 6GiB --json
+
+[bold]Presets[/bold]
+
+{PRESET_LINES}
+
+Flags override a preset and a spec file; --no-packed and the like turn a switch of theirs off."""
+
+PROBE_HELP = """Run one candidate for a few real steps in a child process, and print its record beside its estimate.
+
+The child is held to the budget: a candidate that is too large ends in a verdict, not in a crash.
+
+[bold]Examples[/bold]
+
+- oomguard probe --model lstm --seq 2000 --batch 8
+- oomguard probe --model gru --seq 10000 --segments 50 --threads 1
+- oomguard probe --model spec.toml --device cuda --precision bf16 --budget 6GiB --json"""
+
+PLAN_HELP = """Find the fastest candidate that fits by a few real probes, and write it down as a plan with its evidence.
+
+Probes run in child processes that are held to the budget. Ctrl-C ends the search with the best plan known then.
+For a card that is not here, the plan is made by arithmetic alone.
+
+[bold]Examples[/bold]
+
+- oomguard plan --model lstm --seq 10000
+- oomguard plan --preset char-lm --device cuda --budget 6GiB --maximize throughput,seq
+- oomguard plan --model spec.toml --lengths lengths.csv --allow none --ledger runs/ --output long.json
+
+Exit codes: 0 there is a plan, 1 nothing fits (and what would help is said), 2 the question was wrong."""
+
+SHOW_HELP = """Explain a plan: what was chosen and why, what it rests on, what to expect, what to fall back to.
+
+[bold]Examples[/bold]
+
+- oomguard show plan.json
+- oomguard show plan.json --sequences 50000
+- oomguard show plan.json --json"""
+
+
+def usage_error(error: Any, words: list[str]) -> MisuseError:
+    """What typer says of a command line, in three beats."""
+    kind, message, option = type(error).__name__, error.format_message(), getattr(error, "option_name", "")
+    context = error.ctx
+    command = context.command_path if context is not None else f"oomguard {words[0]}"
+    if kind == "NoSuchOption" and command == "oomguard":
+        advice = f"Write it as in oomguard estimate {option}."
+        return MisuseError(
+            rule="oomguard takes a command before its options", got=f"got {shown(option)}", advice=advice
+        )
+    if kind == "NoSuchOption":
+        known = [name for one in context.command.params for name in one.opts if not one.hidden]
+        rule, advice = f"{command} takes only options that it knows", nearest(option, known)
+        advice = advice if advice.startswith("Did") else f"See {command} --help."
+        return MisuseError(rule=rule, got=f"got {shown(option)}", advice=advice)
+    if kind == "BadOptionUsage" and "requires" in message:
+        return MisuseError(rule=f"{option} takes a value", got="got none", advice=f"See {command} --help.")
+    if kind == "BadOptionUsage":
+        return MisuseError(rule=f"{option} takes no value", got="got one", advice="Leave the value out.")
+    if "No such command" in message:
+        first = next((word for word in words if not word.startswith("-")), "")
+        commands = [*getattr(context.command, "commands", {})]
+        rule = f"oomguard has the commands {', '.join(commands)}"
+        return MisuseError(rule=rule, got=f"got {shown(first)}", advice=nearest(first, commands))
+    if "extra argument" in message:
+        extra = message.partition("(")[2].partition("(")[2].rstrip(").") or message
+        arguments = [one.metavar for one in context.command.params if one.param_type_name == "argument"]
+        what = f"one {' and one '.join(arguments)} and options" if arguments else "options only"
+        return MisuseError(rule=f"{command} takes {what}", got=f"got {shown(extra)}", advice="Put a flag before it.")
+    if kind == "MissingParameter":
+        rule, advice = f"{command} takes the file of a plan", f"Write it as {command} plan.json."
+        return MisuseError(rule=rule, got="got none", advice=advice)
+    return MisuseError(rule=f"{command} must be called as its help says", got=message, advice=f"See {command} --help.")

@@ -1,0 +1,126 @@
+"""What records correct, and how sure that makes a prediction."""
+
+import msgspec
+import numpy as np
+import pytest
+from search.machine import Machine
+
+from oomguard.calibrate import Calibration, same_model
+from oomguard.calibrate.fit import Data, Fit, Prior
+from oomguard.candidate import Candidates, make_candidate, serve
+from oomguard.estimate.batch import estimate_batch
+from oomguard.estimate.breakdown import estimate_step
+from oomguard.estimate.margin import MARGIN_PERCENT
+from oomguard.estimate.place import CPU
+from oomguard.probe.record import Record
+from oomguard.spec import Spec
+
+SPEC = Spec(cell="lstm", seq=2000, hidden=128)
+
+
+def records_of(machine: Machine, spec: Spec = SPEC, steps: tuple[int, ...] = (200, 400)) -> list[Record]:
+    return [
+        machine.run(short, make_candidate(short, microbatch=rows, allocator="steady"), 1 << 40)
+        for short in (msgspec.structs.replace(spec, seq=count) for count in steps)
+        for rows in (8, 32)
+    ]
+
+
+@pytest.mark.parametrize("ratio", [0.92, 1.0, 1.08])
+def test_after_four_records_the_peak_is_predicted_to_two_percent_and_within_its_margin(ratio: float) -> None:
+    machine = Machine(ratio=ratio)
+    candidate = make_candidate(SPEC, allocator="steady")
+    found = Calibration(SPEC, records_of(machine), CPU).predict(estimate_step(SPEC, candidate, CPU))
+    true = machine.peak_bytes(SPEC, candidate)
+    assert abs(found.peak_bytes / true - 1) < 0.02
+    assert true <= found.safe_bytes
+
+
+def test_without_records_the_margin_is_that_of_the_bare_estimate() -> None:
+    estimate = estimate_step(SPEC, make_candidate(SPEC, allocator="steady"), CPU)
+    found = Calibration(SPEC, [], CPU).predict(estimate)
+    assert found.peak_bytes == pytest.approx(estimate.total_bytes, rel=1e-9)
+    share = found.margin_bytes / estimate.growth_bytes
+    assert MARGIN_PERCENT["steady"] / 100 == pytest.approx(share, abs=0.03)
+
+
+def test_the_margin_shrinks_with_records_and_grows_with_the_distance_from_them() -> None:
+    near, far = (msgspec.structs.replace(SPEC, seq=steps) for steps in (800, 200_000))
+    share = {}
+    for name, records in (("none", []), ("some", records_of(Machine()))):
+        for spec in (near, far):
+            estimate = estimate_step(spec, make_candidate(spec, allocator="steady"), CPU)
+            found = Calibration(spec, records, CPU).predict(estimate)
+            share[name, spec.steps] = found.margin_bytes / estimate.growth_bytes
+    assert share["some", 800] < 0.6 * share["none", 800]
+    assert share["some", 800] < share["some", 200_000] <= 1.05 * share["none", 200_000]
+
+
+def test_records_of_another_engine_do_not_correct() -> None:
+    spec = msgspec.structs.replace(SPEC, seq=400)
+    native = [Machine(ratio=1.5).run(spec, make_candidate(spec, engine="native", allocator="steady"), 1 << 40)]
+    estimate = estimate_step(SPEC, make_candidate(SPEC, engine="onednn", allocator="steady"), CPU)
+    assert Calibration(SPEC, native, CPU).predict(estimate).peak_bytes == pytest.approx(estimate.total_bytes, rel=1e-3)
+
+
+def test_records_of_another_model_correct_a_little() -> None:
+    other = msgspec.structs.replace(SPEC, hidden=256)
+    estimate = estimate_step(SPEC, make_candidate(SPEC, allocator="steady"), CPU)
+    own, others, none = (
+        Calibration(SPEC, records, CPU).predict(estimate)
+        for records in (records_of(Machine(ratio=1.1)), records_of(Machine(ratio=1.1), other), [])
+    )
+    assert none.peak_bytes < others.peak_bytes < 1.01 * own.peak_bytes
+    assert own.margin_bytes < others.margin_bytes <= 1.05 * none.margin_bytes
+
+
+def test_a_record_without_a_measured_step_counts_nothing() -> None:
+    refused = Machine().run(SPEC, make_candidate(SPEC), 1)
+    assert Calibration(SPEC, [refused], CPU).records == []
+
+
+def test_times_are_learned_from_short_sequences() -> None:
+    machine = Machine(effects={0: 0.8, 6: -0.1})
+    found = Calibration(SPEC, records_of(machine), CPU).predict(
+        estimate_step(SPEC, make_candidate(SPEC, microbatch=16))
+    )
+    true = 2 * machine.pass_seconds(SPEC, make_candidate(SPEC, microbatch=16))
+    assert found.seconds_per_step == pytest.approx(true, rel=0.1)
+
+
+def test_one_time_that_is_far_off_does_little() -> None:
+    machine = Machine(effects={0: 0.5})
+    records = records_of(machine, steps=(200, 300, 400))
+    slow = msgspec.structs.replace(records[0], fastest_pass_seconds=20 * (records[0].fastest_pass_seconds or 1))
+    estimate = estimate_step(SPEC, make_candidate(SPEC))
+    honest = Calibration(SPEC, records, CPU).predict(estimate).seconds_per_step
+    assert Calibration(SPEC, [slow, *records[1:]], CPU).predict(estimate).seconds_per_step == pytest.approx(
+        honest, rel=0.15
+    )
+
+
+def test_arrays_of_candidates_get_the_figures_that_each_has_alone() -> None:
+    calibration = Calibration(SPEC, records_of(Machine(ratio=1.1, effects={0: 0.3})), CPU)
+    knobs = {"segments": np.array([1, 8, 8]), "engine": np.array(["onednn", "native", "onednn"]), "allocator": "steady"}
+    many = serve(SPEC, Candidates(microbatch=np.array([32, 16, 4]), **knobs))
+    together = calibration.predict(estimate_batch(SPEC, many, CPU))
+    for index in range(3):
+        alone = calibration.predict(estimate_step(SPEC, many[index], CPU))
+        assert together[index].peak_bytes == alone.peak_bytes
+        assert together[index].margin_bytes == alone.margin_bytes
+        assert together[index].seconds_per_step == pytest.approx(alone.seconds_per_step)
+
+
+def test_models_are_the_same_whatever_the_length_and_number_of_their_sequences() -> None:
+    assert same_model(SPEC, Spec(cell="lstm", hidden=128, lengths={5: 1, 10: 2}, batch=7))
+    assert not same_model(SPEC, msgspec.structs.replace(SPEC, layers=3))
+
+
+def test_what_rows_of_a_group_have_in_common_is_told_from_the_effects() -> None:
+    features, groups = np.ones((4, 1)), np.array([1, 1, 2, 2])
+    data = Data(features, groups, np.array([0.1, 0.1, -0.1, -0.1]), np.full(4, 0.01))
+    mean, deviation = Fit(Prior([0.5], group=0.2), data).at(np.ones((3, 1)), np.array([1, 2, 3]))
+    assert mean[0] == pytest.approx(0.1, abs=0.01)
+    assert mean[1] == pytest.approx(-0.1, abs=0.01)
+    assert abs(mean[2]) < 0.02
+    assert deviation[2] > 5 * deviation[0]

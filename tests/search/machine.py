@@ -1,0 +1,126 @@
+"""A machine of which everything is known: it answers probes by formulas, so that a whole search takes milliseconds."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from oomguard.calibrate import speed
+from oomguard.candidate import Candidate
+from oomguard.estimate.breakdown import estimate_step
+from oomguard.estimate.place import CPU, Place
+from oomguard.probe.record import Record, torch_version
+from oomguard.probe.verdict import Verdict
+from oomguard.search.problem import Probe, Problem
+from oomguard.search.propose import Known, propose
+from oomguard.search.screen import Screened
+from oomguard.search.space import Here, make_space
+from oomguard.spec import Spec
+from oomguard.units import MIB
+
+TITLE = "a machine of formulas"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What is true of it."""
+
+    ratio: float = 1.0
+    """Of the real peak without the runtime to the estimate."""
+    effects: dict[int, float] = field(default_factory=dict)
+    """Of the real time to the guess: the logarithm of each effect, by its number in `speed.EFFECTS`."""
+    place: Place = CPU
+
+    def peak_bytes(self, spec: Spec, candidate: Candidate) -> int:
+        found = estimate_step(spec, candidate, self.place)
+        known = sum(int(found.terms[name]) for name in ("runtime", "weights", "optimizer", "input"))
+        return known + round(self.ratio * (int(found.total_bytes) - known))
+
+    def pass_seconds(self, spec: Spec, candidate: Candidate) -> float:
+        engine = estimate_step(spec, candidate, self.place).engine
+        columns = speed.features(spec, candidate, engine, cuda=self.place.cuda)[0]
+        effect = sum(value * columns[index] for index, value in self.effects.items())
+        each = np.atleast_1d(speed.guess(spec, candidate, engine, cuda=self.place.cuda))[0] * np.exp(effect)
+        return float(each) * spec.steps * candidate.microbatch
+
+    def fastest(self, view: Screened, budget_bytes: int) -> float:
+        """Seconds of a step's passes for the fastest candidate of the whole space that fits."""
+        found, spec = view.estimate, view.spec
+        known = sum(np.asarray(found.terms[name]) for name in ("runtime", "weights", "optimizer", "input"))
+        peaks = known + self.ratio * (found.total_bytes - known)
+        columns = speed.features(spec, view.candidates, found.engine, cuda=self.place.cuda)
+        effect = sum(value * columns[:, index] for index, value in self.effects.items())
+        each = speed.guess(spec, view.candidates, found.engine, cuda=self.place.cuda) * np.exp(effect)
+        return float(np.where(peaks <= budget_bytes, each, np.inf).min()) * spec.steps * spec.batch
+
+    def run(self, spec: Spec, candidate: Candidate, budget_bytes: int, passes: int = 2) -> Record:
+        """The record of a probe there."""
+        peak, seconds = self.peak_bytes(spec, candidate), self.pass_seconds(spec, candidate)
+        fits, found = peak <= budget_bytes, estimate_step(spec, candidate, self.place)
+        terms = {name: int(found.terms[name]) for name in ("runtime", "weights", "optimizer", "input")}
+        terms["gradients"] = int(found.terms["gradients"])
+        step = seconds * spec.batch / candidate.microbatch + 0.001
+        measured: dict[str, Any] = {
+            "terms": terms | {"rest": peak - sum(terms.values())},
+            "peak_bytes": peak,
+            "runtime_bytes": terms["runtime"],
+            "seconds_per_step": step,
+            "tokens_per_second": spec.batch * spec.steps / step,
+            "seconds_per_pass": seconds,
+            "fastest_pass_seconds": seconds,
+            "seconds_per_update": 0.001,
+            "passes": passes,
+            "steps": 1,
+            "library": "formulas 1.0",
+        }
+        return Record(
+            verdict=Verdict.FITS if fits else Verdict.OOM,
+            message="It ran." if fits else "It did not.",
+            **(measured if fits else {}),
+            spec=spec,
+            candidate=candidate,
+            device="cpu",
+            title=TITLE,
+            engine=str(found.engine),
+            budget_bytes=budget_bytes,
+            torch=torch_version(),
+            started=f"2026-01-01T00:00:{_next():09.3f}",
+            seconds=1.0,
+        )
+
+    def probe(self, probe: Probe, budget_bytes: int) -> Record:
+        return self.run(probe.spec, probe.candidate, budget_bytes, probe.passes)
+
+
+_count = [0]
+
+
+def _next() -> int:
+    _count[0] += 1
+    return _count[0]
+
+
+def make_problem(spec: Spec, budget_bytes: int, **more: Any) -> Problem:
+    """A problem on two cores."""
+    fixed, allow = more.pop("fixed", {}), more.pop("allow", ("precision",))
+    space = make_space(spec, CPU, budget_bytes, Here(cores=2, fixed=fixed), allow)
+    return Problem(spec=spec, place=CPU, space=space, budget_bytes=budget_bytes, **more)
+
+
+def solve(machine: Machine, problem: Problem, records: list[Record] | None = None, most: int = 60) -> list[Record]:
+    """All records of a search, those of an earlier one first."""
+    found = [*(records or [])]
+    for _ in range(most):
+        probe = propose(Known(problem=problem, records=found))
+        if probe is None:
+            return found
+        found.append(machine.probe(probe, problem.budget_bytes))
+    raise AssertionError(f"no end after {most} probes")
+
+
+def without_time(record: Record) -> tuple[Any, ...]:
+    """What two records of the same probe have in common."""
+    return record.spec, record.candidate, record.peak_bytes, record.verdict
+
+
+__all__ = ["MIB", "TITLE", "Machine", "make_problem", "replace", "solve", "without_time"]

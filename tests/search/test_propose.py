@@ -1,0 +1,175 @@
+"""Which probe comes next, on machines of which everything is known."""
+
+import msgspec
+import numpy as np
+import pytest
+from search.machine import Machine, make_problem, replace, solve, without_time
+
+from oomguard.candidate import Candidate
+from oomguard.probe.verdict import Verdict
+from oomguard.search.problem import Problem
+from oomguard.search.propose import Known, choose, largest, propose
+from oomguard.search.screen import screen
+from oomguard.spec import Spec
+from oomguard.units import GIB, MIB
+
+LSTM = Spec(cell="lstm", seq=10_000)
+GRU = Spec(cell="gru", seq=2000, hidden=128, batch=64)
+each_machine = pytest.mark.parametrize(
+    "machine",
+    [
+        Machine(),
+        Machine(ratio=1.08, effects={0: 0.5, 1: 0.4}),
+        Machine(ratio=0.9, effects={0: -0.7, 2: 0.35, 3: -0.6}),
+        Machine(ratio=1.05, effects={1: -0.4, 3: 0.3, 6: 0.1}),
+        Machine(effects={0: 1.0, 2: 0.3, 3: -0.5, 7: -0.1, 14: 0.3}),
+    ],
+    ids=["as guessed", "native is slow", "faults cost", "one thread is best", "cold memory is slow"],
+)
+each_problem = pytest.mark.parametrize(
+    "problem",
+    [make_problem(LSTM, 700 * MIB), make_problem(LSTM, 20 * GIB), make_problem(GRU, 500 * MIB)],
+    ids=["lstm in 700 MiB", "lstm in 20 GiB", "gru in 500 MiB"],
+)
+
+
+@each_machine
+@each_problem
+def test_no_probe_runs_out_and_few_are_needed(machine: Machine, problem: Problem) -> None:
+    records = solve(machine, problem)
+    assert {one.verdict for one in records} == {Verdict.FITS}
+    assert len(records) <= 16
+
+
+@each_machine
+@each_problem
+def test_the_chosen_candidate_is_nearly_the_fastest(machine: Machine, problem: Problem) -> None:
+    view = screen(problem, solve(machine, problem))
+    row = choose(view)
+    assert row is not None
+    candidate = view.candidates[row]
+    seconds = problem.spec.batch / candidate.microbatch * machine.pass_seconds(problem.spec, candidate)
+    assert machine.fastest(view, problem.budget_bytes) >= 0.9 * seconds
+
+
+@each_machine
+@pytest.mark.parametrize("spec", [LSTM, GRU], ids=["lstm", "gru"])
+def test_the_largest_microbatch_is_found_in_four_probes(machine: Machine, spec: Spec) -> None:
+    spec = Spec(cell=spec.cell, seq=200, hidden=128, batch=4096)
+    fixed = {
+        "segments": 1,
+        "threads": 1,
+        "allocator": "steady",
+        "engine": "onednn" if spec.cell == "lstm" else "native",
+    }
+    problem = make_problem(spec, 900 * MIB, maximize=("microbatch",), fixed=fixed)
+    records = solve(machine, problem)
+    found = max(one.candidate.microbatch for one in records)
+    true = max(
+        size
+        for size in range(found, 2 * found)
+        if machine.peak_bytes(spec, _with(records[-1].candidate, size, spec)) <= problem.budget_bytes
+    )
+    assert len(records) <= 4
+    assert {one.verdict for one in records} == {Verdict.FITS}
+    assert found >= 0.95 * true
+
+
+def _with(candidate: Candidate, size: int, spec: Spec) -> Candidate:
+    return msgspec.structs.replace(candidate, microbatch=size, accumulation=-(-spec.batch // size))
+
+
+@each_machine
+def test_the_longest_sequences_that_fit_are_found(machine: Machine) -> None:
+    problem = make_problem(GRU, 480 * MIB, maximize=("seq",), fixed={"threads": 1})
+    records = solve(machine, problem)
+    view, row = largest(problem, records, "seq")
+    assert row is not None
+    assert {one.verdict for one in records} == {Verdict.FITS}
+    assert view.spec.steps > 20 * GRU.steps
+    assert machine.peak_bytes(view.spec, view.candidates[row]) <= problem.budget_bytes
+
+
+@each_problem
+@pytest.mark.parametrize("kept", [1, 2, 4])
+def test_a_search_that_was_cut_off_goes_on_as_if_it_had_not_been(problem: Problem, kept: int) -> None:
+    machine = Machine(ratio=1.04, effects={0: 0.3, 3: -0.4})
+    whole = solve(machine, problem)
+    again = solve(machine, problem, whole[:kept])
+    assert [without_time(one) for one in again] == [without_time(one) for one in whole]
+
+
+@each_problem
+def test_no_probe_is_run_twice(problem: Problem) -> None:
+    records = solve(Machine(), problem)
+    assert len({(one.spec, one.candidate) for one in records}) == len(records)
+
+
+def test_what_others_are_running_is_not_proposed_again() -> None:
+    problem = make_problem(LSTM, 20 * GIB)
+    machine = Machine()
+    first = propose(Known(problem=problem, records=[]))
+    assert first is not None
+    records = [machine.probe(first, problem.budget_bytes)]
+    second = propose(Known(problem=problem, records=records))
+    assert second is not None
+    third = propose(Known(problem=problem, records=records, pending=[second]))
+    assert third is not None
+    assert (third.spec, third.candidate) != (second.spec, second.candidate)
+
+
+def test_the_first_probe_is_of_what_arithmetic_takes_for_the_best_and_is_short() -> None:
+    problem = make_problem(LSTM, 20 * GIB)
+    first = propose(Known(problem=problem, records=[]))
+    assert first is not None
+    assert first.candidate.microbatch == 32
+    assert first.spec.steps < 1000
+
+
+def test_without_time_to_look_further_the_best_known_is_confirmed() -> None:
+    problem, machine = make_problem(LSTM, 700 * MIB), Machine()
+    first = propose(Known(problem=problem, records=[]))
+    assert first is not None
+    records = [machine.probe(first, problem.budget_bytes)]
+    probe = propose(Known(problem=problem, records=records, explore=False))
+    assert probe is not None
+    assert probe.role == "confirm"
+    assert 2 * probe.spec.steps >= LSTM.steps
+
+
+def test_a_confirmation_that_takes_too_long_is_made_with_shorter_sequences() -> None:
+    slow = Machine(effects={0: 4.0})
+    records = solve(slow, make_problem(LSTM, 700 * MIB))
+    assert max(one.spec.steps for one in records) < LSTM.steps
+    assert all(slow.pass_seconds(one.spec, one.candidate) < 60 for one in records[1:])
+
+
+def test_if_nothing_fits_the_smallest_is_measured_once_and_then_it_ends() -> None:
+    problem = make_problem(LSTM, 331 * MIB)
+    records = solve(Machine(ratio=1.5), problem)
+    assert len(records) <= 2
+    assert not screen(problem, records).eligible.any()
+
+
+def test_a_window_is_taken_only_if_it_is_allowed_and_nothing_exact_fits() -> None:
+    spec = Spec(cell="lstm", seq=20_000, hidden=512, batch=1)
+    tight, roomy = 430 * MIB, 2 * GIB
+    fixed = {"threads": 1, "segments": 1, "engine": "onednn", "allocator": "steady"}
+    allowed = {"allow": ("precision", "window"), "fixed": fixed}
+    assert not screen(make_problem(spec, tight, fixed=fixed), []).eligible.any()
+    view = screen(make_problem(spec, tight, **allowed), [])
+    assert view.eligible.any()
+    assert all(view.candidates[int(row)].window is not None for row in np.flatnonzero(view.eligible))
+    view = screen(make_problem(spec, roomy, **allowed), [])
+    assert all(view.candidates[int(row)].window is None for row in np.flatnonzero(view.eligible))
+
+
+def test_less_memory_in_the_middle_of_a_search_costs_nothing_but_room() -> None:
+    machine, problem = Machine(ratio=1.03), make_problem(LSTM, 4 * GIB)
+    first = solve(machine, problem)[:3]
+    less = replace(problem, budget_bytes=600 * MIB)
+    records = solve(machine, less, first)
+    assert all(one.verdict is Verdict.FITS for one in records)
+    row = choose(screen(less, records))
+    assert row is not None
+    assert machine.peak_bytes(LSTM, screen(less, records).candidates[row]) <= 600 * MIB
