@@ -16,6 +16,7 @@ import oomguard  # noqa: F401
 # set here, before anything imports torch: most tests never do, so torch.set_num_threads(1) would cost them the import
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[variable] = "1"
+os.environ["OOMGUARD_CACHE"] = ""  # no test reads or writes the user's calibrations, nor does a process that it starts
 
 HOLD = """
 import sys, torch

@@ -103,9 +103,12 @@ class Calibration:
     True
     """
 
-    def __init__(self, spec: Spec, records: Iterable[Record], place: Place) -> None:
+    def __init__(self, spec: Spec, records: Iterable[Record], place: Place, cached: Iterable[Record] = ()) -> None:
+        """`cached` are records of earlier searches: memory is as it was then, time perhaps not."""
         self.spec, self.place = spec, place
-        self.records = [one for one in records if one.steps and one.terms and one.spec.cell == spec.cell]
+        new = [one for one in records if one.steps and one.terms and one.spec.cell == spec.cell]
+        old = [one for one in cached if one.steps and one.terms and one.spec.cell == spec.cell]
+        self.records, self._new = [*old, *new], {id(one) for one in new}
         own = [one for one in self.records if same_model(one.spec, spec)]
         self.own = [(one, estimate_step(one.spec, one.candidate, place)) for one in own]
         self._memory: dict[Kind, Fit] = {}
@@ -205,15 +208,15 @@ class Calibration:
         return Fit(Prior(effects, memory.SHAPE[setting] if rows else 0.0), data)
 
     def _fit_time(self) -> Fit:
-        features, values = [np.empty((0, len(speed.EFFECTS)))], []
+        features, values, noise = [np.empty((0, len(speed.EFFECTS)))], [], []
         for record, found in self.own:
             if record.fastest_pass_seconds is not None:
                 knobs, tokens = record.candidate, record.spec.steps * record.candidate.microbatch
                 features.append(speed.features(record.spec, knobs, found.engine, cuda=self.place.cuda))
                 guess = np.atleast_1d(speed.guess(record.spec, knobs, found.engine, cuda=self.place.cuda))[0]
                 values.append(float(np.log(record.fastest_pass_seconds / tokens / guess)))
-        count = len(values)
-        data = Data(np.concatenate(features), np.zeros(count), np.array(values), np.full(count, speed.NOISE))
+                noise.append(speed.NOISE if id(record) in self._new else speed.OLD_NOISE)
+        data = Data(np.concatenate(features), np.zeros(len(values)), np.array(values), np.array(noise))
         return fit_robustly(Prior(speed.EFFECTS), data)
 
 

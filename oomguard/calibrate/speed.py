@@ -28,6 +28,8 @@ COLD = 1.3
 LSTM at T = 10,000 and B = 32 with 2 threads: 1.24 and 1.34; when others used the memory too, up to 3.)"""
 NOISE = 0.06
 """Standard deviation of a measured time (of its logarithm), on a machine that others use too."""
+OLD_NOISE = 0.25
+"""The same of a time that an earlier search measured: the machine may have had other things to do."""
 EFFECTS = (
     *(1.5, 0.5, 0.2, 0.3, 0.5, 0.2, 0.12, 0.12, 0.1, 0.1, 0.2, 0.2, 0.2, 0.05),
     *(0.15, 0.12, 0.06, 0.12, 0.12, 0.12, 0.12),

@@ -69,7 +69,7 @@ def make_plan(found: Found, facts: Facts, exports: "Exports") -> Plan | None:
         return None
     spec, candidate = view.spec, view.candidates[row]
     record = record_of(records, view, row)
-    before = Calibration(spec, [*problem.cached, *(one for one in records if one is not record)], problem.place)
+    before = Calibration(spec, [one for one in records if one is not record], problem.place, problem.cached)
     estimate = estimate_step(spec, candidate, problem.place)
     own = [one for one in records if one.steps]
     return Plan(
@@ -143,7 +143,7 @@ def _plain(problem: Problem, spec: Spec, records: Sequence[Record]) -> Plain:
     usual = {"allocator": "plain"} if problem.place.cuda else {"allocator": "steady"}
     candidate = make_candidate(spec, **usual)
     estimate = estimate_step(spec, candidate, problem.place)
-    expected = _expected(Calibration(spec, [*problem.cached, *records], problem.place), estimate, timed=bool(records))
+    expected = _expected(Calibration(spec, records, problem.place, problem.cached), estimate, timed=bool(records))
     fits = bool(estimate.runs) and expected.peak_bytes + expected.margin_bytes <= problem.budget_bytes
     return Plain(estimate=figures(estimate), expected=expected, fits=fits)
 

@@ -16,7 +16,7 @@ from oomguard.probe.ledger import Ledger
 from oomguard.probe.record import Record, torch_version
 from oomguard.spec import Spec
 
-MOST_RECORDS = 200
+MOST_RECORDS = 40
 """Of one kind, the last so many are read."""
 STALE_TIMES = 3.0
 """A time that is off by this factor is not noise."""

@@ -291,7 +291,7 @@ def _short(
         each = float(view.seconds[row]) / passes / view.spec.steps
     steps = steps or max(FEWEST_STEPS, int(seconds / each))
     steps = view.spec.steps if steps >= view.spec.steps else _round(steps)
-    calibration = Calibration(view.spec, [*problem.cached, *known.records], problem.place)
+    calibration = Calibration(view.spec, known.records, problem.place, problem.cached)
     while True:
         # what chunks reserve on a card depends on their number, what they take on their length
         fewer = candidate.recompute or role != "calibrate"

@@ -77,7 +77,7 @@ def screen(problem: Problem, records: Sequence[Record], spec: Spec | None = None
     spec = spec or problem.spec
     candidates = grid(spec, problem.space, finest=problem.finest)
     estimate = estimate_batch(spec, candidates, problem.place)
-    calibration = Calibration(spec, [*problem.cached, *records], problem.place)
+    calibration = Calibration(spec, records, problem.place, problem.cached)
     prediction = calibration.predict(estimate)
     peak, safe = prediction.peak_bytes.copy(), prediction.safe_bytes.copy()
     fits = np.broadcast_to(estimate.runs, len(candidates)) & (safe <= problem.budget_bytes)

@@ -1,0 +1,90 @@
+"""A rig: searches on a machine of formulas, through the very code that starts, watches and ends real ones."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, Self
+
+import msgspec
+import pytest
+from search.machine import TITLE, Machine
+
+from oomguard.candidate import Candidate
+from oomguard.probe.ledger import Ledger
+from oomguard.probe.record import Record
+from oomguard.probe.runner import Free
+from oomguard.search import run
+from oomguard.search.cache import Cache
+from oomguard.search.loop import Book
+from oomguard.search.problem import Problem
+from oomguard.search.run import Limits, Progress, Search
+from oomguard.spec import Spec
+from oomguard.units import GIB
+
+
+@dataclass(kw_only=True)
+class Rig:
+    """Stands in for every runner. `records` has what was run, in the order of its beginning."""
+
+    machine: Machine = field(default_factory=Machine)
+    free_bytes: int = 8 * GIB
+    committed_bytes: int | None = None
+    before: Callable[[int], None] = lambda number: None
+    """Called before the first probe with 0, before the second with 1 and so on."""
+    records: list[Record] = field(default_factory=list)
+    closed: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def install(self, patch: pytest.MonkeyPatch) -> "Rig":
+        """From now on searches run here, on two cores."""
+        for module in ("oomguard.search.run", "oomguard.plan.find"):
+            patch.setattr(f"{module}.Runner", self.runner)
+        patch.setattr("oomguard.device.cpu.cpu_name", lambda: TITLE)
+        patch.setattr("oomguard.device.cpu.cpu_precisions", lambda: ("fp32",))
+        patch.setattr("oomguard.plan.find.cores", lambda: 2)
+        patch.setattr(run, "POLL_SECONDS", 0.005)
+        return self
+
+    def runner(self, name: str, **words: Any) -> "FakeRunner":
+        return FakeRunner(self, name)
+
+
+class FakeRunner:
+    """What a search needs of a runner."""
+
+    def __init__(self, rig: Rig, name: str) -> None:
+        self.rig, self.device = rig, SimpleNamespace(name=name)
+
+    def free(self) -> Free:
+        rig = self.rig
+        return Free(device_bytes=rig.free_bytes, host_bytes=rig.free_bytes, committed_bytes=rig.committed_bytes)
+
+    def probe(self, spec: Spec, candidate: Candidate, *, budget_bytes: int, passes: int, **more: Any) -> Record:
+        with self.rig.lock:
+            self.rig.before(len(self.rig.records))
+            record = self.rig.machine.run(spec, candidate, budget_bytes, passes)
+            record = msgspec.structs.replace(record, device=self.device.name)
+            self.rig.records.append(record)
+        return record
+
+    def close(self) -> None:
+        self.rig.closed.append(self.device.name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        self.close()
+
+
+def make_search(problem: Problem, storage: str | None = None, **more: Any) -> Search:
+    """A search for a problem; in a storage it goes on where another has ended."""
+    limits = Limits(**{name: more.pop(name) for name in ("max_probes", "seconds") if name in more})
+    ledger: Ledger | None = more.pop("ledger", None)
+    cache: Cache = more.pop("cache", Cache(None, TITLE))
+    book = Book("a study", problem.maximize, storage)
+    return Search(problem=problem, book=book, ledger=ledger, cache=cache, limits=limits, **more)
+
+
+__all__ = ["FakeRunner", "Progress", "Rig", "make_search"]
