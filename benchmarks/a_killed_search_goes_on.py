@@ -119,7 +119,7 @@ def main() -> None:
 
 
 def run(root: Path, most_kills: int, seed: int) -> None:
-    dice, rows = random.Random(seed), []
+    dice, rows = random.Random(seed), list[dict[str, Any]]()
     began = time.monotonic()
     killed, _ = kill_after(root / "undisturbed", 600)
     assert not killed, "The undisturbed search was not done in 10 minutes."

@@ -110,7 +110,8 @@ def with_accelerate(trials: Trials, asked: dict[str, Any], limit: Callable[[], N
 def with_lightning(trials: Trials, asked: dict[str, Any], limit: Callable[[], None]) -> int | None:
     import torch
     from pytorch_lightning import LightningModule, Trainer
-    from pytorch_lightning.tuner import Tuner, batch_size_scaling
+    from pytorch_lightning.tuner import batch_size_scaling
+    from pytorch_lightning.tuner.tuning import Tuner
     from torch.utils.data import DataLoader, IterableDataset
 
     from oomguard.candidate import Candidate
@@ -149,7 +150,9 @@ def with_lightning(trials: Trials, asked: dict[str, Any], limit: Callable[[], No
         trials.count(module.batch_size, lambda: run(trainer, params), translate=asked["translate"])
 
     with tempfile.TemporaryDirectory() as directory:
-        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        quiet: dict[str, Any] = dict.fromkeys(
+            ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+        )
         trainer = Trainer(accelerator="cpu", max_steps=1, default_root_dir=directory, **quiet)
         Trainer(accelerator="cpu", max_steps=1, default_root_dir=directory, **quiet).fit(Module())  # loads all it needs
         batch_size_scaling._try_loop_run = counted

@@ -2,7 +2,7 @@
 
     python benchmarks/plans_are_fast.py [--cases N] [--every K]
 
-3 cases: one in which the plain step fits the budget and two in which it does not (asserted by a probe). About 15
+3 cases: one in which the plain step fits the budget and two in which it does not (asserted by a probe). About 20
 minutes; `--every 8` measures every eighth candidate of the grid, for a smoke run.
 
 The grid is microbatch x pieces (whole, segments, chunks) x engine x threads x allocator. Each candidate is run within
@@ -42,7 +42,7 @@ PIECES: tuple[dict[str, Any], ...] = (
 )
 FAR = 2.0
 ROUNDS = 5
-RUN = {"seconds": 0.3, "steps": 3}
+RUN: dict[str, Any] = {"seconds": 0.3, "steps": 3}
 LEAST_SPEED, MOST_RUNS = 0.95, 1 / 8
 
 

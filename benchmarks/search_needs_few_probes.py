@@ -41,6 +41,7 @@ MODELS: tuple[dict[str, Any], ...] = (
 BUDGETS_BYTES = (600 * MIB, 900 * MIB)
 MOST_PROBES, LEAST_SHARE, MOST_TIME = 4, 0.95, 1 / 3
 COLUMNS = ("", "found", "of max", "trials", "OOMs", "seconds")
+"""Of oomguard, probes that went over the budget and were stopped count among the OOMs: rivals get an error there."""
 WIDTHS = (34, 6, 7, 6, 5, 8)
 
 
@@ -98,7 +99,7 @@ def ours(spec: Spec, budget_bytes: int) -> dict[str, Any]:
     seconds = time.monotonic() - began
     over = sum(one.verdict.name == "OVER" for one in plan.records)
     found = {"found": plan.candidate.microbatch, "trials": plan.probes, "ooms": plan.ooms + over, "seconds": seconds}
-    return found | {"error": None, "peak_bytes": plan.peak_bytes}
+    return found | {"error": None, "over": over, "peak_bytes": plan.peak_bytes}
 
 
 def run_case(fields: dict[str, Any], budget_bytes: int) -> dict[str, Any]:
@@ -148,17 +149,26 @@ def main() -> None:
         show(done[-1])
     share = min(case["oomguard"]["found"] / case["maximum"] for case in done)
     probes = max(case["oomguard"]["trials"] for case in done)
-    ooms = sum(case["oomguard"]["ooms"] for case in done)
+    over = sum(case["oomguard"]["over"] for case in done)
+    ooms = sum(case["oomguard"]["ooms"] for case in done) - over
     total = {tool: sum(seconds_of(case, tool) for case in done) for tool in ("oomguard", *TOOLS)}
     ratio = total["oomguard"] / total["lightning-binsearch"]
     print("\nSeconds in all: " + ", ".join(f"{tool} {seconds:.0f}" for tool, seconds in total.items()))
     claims = {
         f"at most {MOST_PROBES} probes (most: {probes})": probes <= MOST_PROBES,
-        f"no probe runs out of memory or over the budget ({ooms})": ooms == 0,
+        f"no probe runs out of memory ({ooms})": ooms == 0,
+        f"no probe goes over the budget, to be stopped there ({over})": over == 0,
         f"at least {LEAST_SHARE:.0%} of the maximum (least: {share:.1%})": share >= LEAST_SHARE,
         f"at most 1/3 of the time of Lightning's binary search ({ratio:.2f})": ratio <= MOST_TIME,
     }
-    result = {"least_share": share, "most_probes": probes, "ooms": ooms, "time_ratio": ratio, "cases": done}
+    result = {
+        "least_share": share,
+        "most_probes": probes,
+        "ooms": ooms,
+        "over": over,
+        "time_ratio": ratio,
+        "cases": done,
+    }
     packages = ("pytorch-lightning", "accelerate")
     publish("search_needs_few_probes", result, claims, whole=count >= len(cases), packages=packages)
 

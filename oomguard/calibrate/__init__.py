@@ -92,6 +92,10 @@ def _setting(kind: Kind, place: Place) -> str:
     return "cuda" if place.cuda else kind.allocator
 
 
+def _noise(kind: Kind, setting: str) -> float:
+    return memory.NOISE["native" if setting == "steady" and kind.engine == "native" else setting]
+
+
 class Calibration:
     """What records tell about a spec on a device.
 
@@ -136,7 +140,7 @@ class Calibration:
             ratio, spread = fit.at(columns[rows], groups[rows])
             expected = rest[rows] * np.exp(ratio)
             # whatever is far from all records is still an estimate, and errs no more than those do
-            deviation = np.minimum(np.hypot(spread, memory.NOISE[setting]), bare_deviation(setting))
+            deviation = np.minimum(np.hypot(spread, _noise(kind, setting)), bare_deviation(setting))
             peak[rows] = known[rows] + expected + self._runtime_bytes(kind, estimate)
             margin[rows] = expected * np.expm1(memory.SIGMAS * deviation) + memory.FLOOR_BYTES[self.where]
         return _as(np.ceil(peak).astype(np.int64), estimate), _as(np.ceil(margin).astype(np.int64), estimate)
@@ -199,7 +203,7 @@ class Calibration:
             shapes.append(memory.shapes(record.spec, record.candidate) * (1 if same else -1))
             values.append(float(np.log(measured / rest[0])))
             doubts = [
-                memory.NOISE[setting] + memory.ERROR_BYTES[self.where] / rest[0],
+                _noise(kind, setting) + memory.ERROR_BYTES[self.where] / rest[0],
                 0.0 if same else memory.OTHER_MODEL,
             ]
             doubts += [memory.ONE_PASS] if record.passes == 1 and kind.engine == "native" else []

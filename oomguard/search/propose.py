@@ -81,7 +81,8 @@ def propose(known: Known) -> Probe | None:
     for aim in known.problem.maximize:
         probe = _fastest(known) if aim == "throughput" else _largest(known, aim)
         if probe is not None:
-            return probe
+            # what others are finding out may change what is to be confirmed: wait for them
+            return None if probe.role == "confirm" and known.pending else probe
     return None
 
 
@@ -90,8 +91,8 @@ def _fastest(known: Known) -> Probe | None:
     view = screen(known.problem, known.records)
     if not view.eligible.any():
         return _try_smallest(known, view)
-    confirmed = _confirmed(known, view)
-    if confirmed.any():
+    confirmed = _confirmed(known, view) & (_pass_seconds(view) > 2 * PROBE_SECONDS)
+    if confirmed.any():  # at a length that was not needed to time it: after that, only what is far better counts
         return _second(known, view, confirmed)
     if known.explore:
         for row in _promising(known, view):
@@ -224,6 +225,12 @@ def _largest_run(known: Known, view: Screened, aim: str) -> int:
     ran = _confirmed(known, view)
     sizes = np.broadcast_to(view.candidates.microbatch if aim == "microbatch" else view.spec.steps, len(ran))
     return int(sizes[ran].max()) if ran.any() else 0
+
+
+def _pass_seconds(view: Screened) -> Any:
+    """Of one full microbatch, measured or expected."""
+    passes = -(-view.spec.batch // np.broadcast_to(view.candidates.microbatch, len(view.fits)))
+    return view.expected / passes
 
 
 def _affordable(known: Known, view: Screened) -> Any:

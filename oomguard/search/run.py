@@ -198,7 +198,8 @@ class Search:
         return propose(known)
 
     def _refresh(self) -> None:
-        """Take in what other machines have found."""
+        """Take in what other machines have found, and what has become of those that are gone."""
+        self.book.recover()
         seen = {(one.started, one.candidate) for one in self.records}
         new = [one for one in self.book.records() if (one.started, one.candidate) not in seen]
         self.records += ours(new, self.cache.title)

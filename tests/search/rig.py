@@ -18,7 +18,7 @@ from oomguard.search import run
 from oomguard.search.cache import Cache
 from oomguard.search.loop import Book
 from oomguard.search.problem import Problem
-from oomguard.search.run import Limits, Progress, Search
+from oomguard.search.run import Limits, Search
 from oomguard.spec import Spec
 from oomguard.units import GIB
 
@@ -33,6 +33,7 @@ class Rig:
     before: Callable[[int], None] = lambda number: None
     """Called before the first probe with 0, before the second with 1 and so on."""
     records: list[Record] = field(default_factory=list)
+    begun: int = 0
     closed: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -61,11 +62,14 @@ class FakeRunner:
         return Free(device_bytes=rig.free_bytes, host_bytes=rig.free_bytes, committed_bytes=rig.committed_bytes)
 
     def probe(self, spec: Spec, candidate: Candidate, *, budget_bytes: int, passes: int, **more: Any) -> Record:
-        with self.rig.lock:
-            self.rig.before(len(self.rig.records))
-            record = self.rig.machine.run(spec, candidate, budget_bytes, passes)
+        rig = self.rig
+        with rig.lock:
+            number, rig.begun = rig.begun, rig.begun + 1
+        rig.before(number)
+        with rig.lock:
+            record = rig.machine.run(spec, candidate, budget_bytes, passes)
             record = msgspec.structs.replace(record, device=self.device.name)
-            self.rig.records.append(record)
+            rig.records.append(record)
         return record
 
     def close(self) -> None:
@@ -85,6 +89,3 @@ def make_search(problem: Problem, storage: str | None = None, **more: Any) -> Se
     cache: Cache = more.pop("cache", Cache(None, TITLE))
     book = Book("a study", problem.maximize, storage)
     return Search(problem=problem, book=book, ledger=ledger, cache=cache, limits=limits, **more)
-
-
-__all__ = ["FakeRunner", "Progress", "Rig", "make_search"]

@@ -1,0 +1,203 @@
+"""From a question to a plan: what can be asked, what it is asked of, and how much memory that may use."""
+
+from typing import Any
+
+import pytest
+from device.child import child
+from search.machine import TITLE, Machine
+from search.rig import Rig
+from strategies import attempt, has_three_beats
+
+import oomguard
+from oomguard.api import find_budget
+from oomguard.errors import MisuseError
+from oomguard.estimate.place import resident_within
+from oomguard.plan.find import Question
+from oomguard.search.run import Limits
+from oomguard.spec import Spec
+from oomguard.units import GIB, MIB
+
+GRU = Spec(cell="gru", seq=1000, hidden=128, batch=64)
+FIXED: dict[str, Any] = {"threads": 2, "allocator": "steady"}
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
+    return Rig(machine=Machine(ratio=1.02)).install(monkeypatch)
+
+
+# questions
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"devices": ()}, "--device takes one device, or several that are here"),
+        ({"devices": ("t4", "t4")}, "--device takes one device, or several that are here, but got 't4,t4'"),
+        ({"devices": ("cpu", "t4")}, "Write it as cpu, cuda, a100-80gb or cuda:0,cuda:1."),
+        ({"devices": ("cpu", "cuda:x")}, "takes the card's number"),
+        ({"maximize": ()}, "--maximize takes one aim or several different ones, but got ''"),
+        ({"maximize": ("seq", "seq")}, "but got 'seq,seq'. Write it as throughput or throughput,seq."),
+        ({"maximize": ("sequence",)}, "--maximize takes throughput, microbatch, seq, but got 'sequence'. Did you mean"),
+        ({"allow": ("bf16",)}, "--allow takes precision, window, 8bit, or none, but got 'bf16'"),
+        ({"fixed": {"precision": "bf16"}, "allow": ()}, "A lossy knob is turned only if it is allowed"),
+        ({"fixed": {"window": 10}}, "got --window and not --allow window"),
+        ({"fixed": {"accumulation": 4}}, "the accumulation follows from the microbatch"),
+        ({"fixed": {"segment": 4}}, "Did you mean segments"),
+        ({"fixed": {"microbatch": 65}}, "--microbatch must be a whole number from 1 to 64, but got 65"),
+        ({"fixed": {"microbatch": 0}}, "--microbatch must be a whole number from 1 to 64, but got 0"),
+        ({"fixed": {"microbatch": "4"}}, "--microbatch must be a whole number"),
+        ({"fixed": {"segments": 1001}}, "--segments must be a whole number from 1 to 1,000, but got 1,001"),
+        ({"fixed": {"segments": 2, "window": 10}, "allow": ("window",)}, "either segments or a window"),
+        ({"fixed": {"levels": 2, "recompute": False}}, "--levels is for segments"),
+        ({"fixed": {"engine": "cublas"}}, "--engine must be one of"),
+        ({"limits": Limits(max_probes=0)}, "--max-probes must be a whole number from 1"),
+        ({"limits": Limits(seconds=0)}, "The time limit of a search must be more than 0"),
+        ({"limits": Limits(seconds=float("nan"))}, "The time limit of a search must be more than 0"),
+    ],
+    ids=str,
+)
+def test_a_question_that_cannot_be_answered_is_refused(asked: dict[str, Any], told: str) -> None:
+    error = attempt(lambda: Question(spec=GRU, **asked) and None)
+    assert has_three_beats(error)
+    assert told in str(error)
+
+
+@pytest.mark.parametrize("budget", [0, -1, 1.5, True, 1 << 61])
+def test_a_budget_is_a_whole_number_of_bytes(budget: Any) -> None:
+    error = attempt(lambda: oomguard.find_feasible_config(GRU, device="t4", budget=budget) and None)
+    assert has_three_beats(error)
+    assert "--budget must be a whole number from 1 to" in str(error)
+
+
+@pytest.mark.parametrize("budget", ["6", "6 parsecs", ""])
+def test_a_budget_in_words_is_a_size(budget: str) -> None:
+    assert has_three_beats(attempt(lambda: oomguard.find_feasible_config(GRU, device="t4", budget=budget) and None))
+
+
+@pytest.mark.parametrize("engine", ["onednn", "cudnn"])
+def test_an_engine_that_the_device_does_not_have_is_refused(engine: str, rig: Rig) -> None:
+    device = "t4" if engine == "onednn" else "cpu"
+    error = attempt(lambda: oomguard.find_feasible_config(GRU, device=device, engine=engine) and None)
+    assert has_three_beats(error)
+    assert f"but got --engine {engine}" in str(error)
+    assert rig.records == []
+
+
+def test_words_are_taken_as_a_list_or_with_commas() -> None:
+    listed = oomguard.find_feasible_config(GRU, device="t4", maximize=["throughput", "seq"], allow=())
+    written = oomguard.find_feasible_config(GRU, device="t4", maximize="throughput, seq", allow="none")
+    assert listed == written
+
+
+# a card by its name
+
+
+@pytest.mark.parametrize("device", ["t4", "a100-80gb", "A100 80GB"])
+def test_a_card_by_its_name_gives_a_plan_by_arithmetic(device: str) -> None:
+    plan = oomguard.find_feasible_config(GRU, device=device)
+    assert (plan.record, plan.records, plan.probes, plan.ended) == (None, (), 0, "estimate")
+    assert plan.budget_bytes == find_budget(device).limit_bytes
+    assert plan.expected.peak_bytes + plan.expected.margin_bytes <= plan.budget_bytes
+    assert plan.environment.title == plan.where.device
+    assert plan.environment.driver is None
+
+
+@pytest.mark.parametrize(("device", "half"), [("t4", "fp16"), ("a100-80gb", "bf16"), ("p100", "fp32")])
+def test_a_card_computes_in_what_it_has(device: str, half: str) -> None:
+    plan = oomguard.find_feasible_config(Spec(cell="lstm", seq=5000), device=device)
+    assert plan.candidate.precision == half
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    assert oomguard.find_feasible_config(GRU, device="t4") == oomguard.find_feasible_config(GRU, device="t4")
+
+
+# the budget
+
+
+def test_without_a_budget_it_is_what_is_free(rig: Rig) -> None:
+    rig.free_bytes = 500 * MIB
+    plan = oomguard.find_feasible_config(GRU, **FIXED)
+    assert (plan.budget_bytes, plan.asked_budget_bytes) == (500 * MIB, None)
+
+
+def test_a_budget_that_is_free_is_taken(rig: Rig) -> None:
+    plan = oomguard.find_feasible_config(GRU, budget="420MiB", **FIXED)
+    assert (plan.budget_bytes, plan.asked_budget_bytes) == (420 * MIB, 420 * MIB)
+    assert plan.peak_bytes <= 420 * MIB
+
+
+def test_of_a_larger_budget_than_is_free_only_that_is_taken_and_both_are_told(rig: Rig) -> None:
+    rig.free_bytes = 420 * MIB
+    plan = oomguard.find_feasible_config(GRU, budget=64 * GIB, **FIXED)
+    assert (plan.budget_bytes, plan.asked_budget_bytes) == (420 * MIB, 64 * GIB)
+    assert all(one.budget_bytes <= 420 * MIB for one in plan.records)
+
+
+def test_of_a_larger_budget_than_a_card_has_only_that_is_taken() -> None:
+    plan = oomguard.find_feasible_config(GRU, device="t4", budget=64 * GIB)
+    assert (plan.budget_bytes, plan.asked_budget_bytes) == (find_budget("t4").limit_bytes, 64 * GIB)
+
+
+def test_committed_bytes_that_are_limited_lower_the_budget(rig: Rig) -> None:
+    rig.committed_bytes = 700 * MIB
+    plan = oomguard.find_feasible_config(GRU, **FIXED)
+    assert plan.budget_bytes == resident_within(700 * MIB) < 700 * MIB
+    assert plan.ooms == 0
+
+
+def test_an_inherited_rlimit_lowers_what_is_free() -> None:
+    code = f"""
+import resource
+from oomguard.probe.runner import Runner
+from oomguard.search.run import free_for
+before = free_for(Runner("cpu"))
+resource.setrlimit(resource.RLIMIT_DATA, ({GIB}, {GIB}))
+print(before, free_for(Runner("cpu")))
+"""
+    before, after = map(int, child(code).split())
+    assert after <= resident_within(GIB)
+    assert after <= before
+
+
+# what is told
+
+
+def test_a_plan_says_where_it_was_made(rig: Rig) -> None:
+    plan = oomguard.find_feasible_config(GRU, **FIXED)
+    found = plan.environment
+    assert (found.oomguard, found.title, found.device, found.cores) == (oomguard.__version__, TITLE, "cpu", 2)
+    assert found.library == "formulas 1.0"
+    assert found.limits
+    assert plan.fixed == FIXED
+    assert plan.exports["MALLOC_MMAP_THRESHOLD_"]
+
+
+def test_the_search_is_limited_as_asked(rig: Rig) -> None:
+    plan = oomguard.find_feasible_config(GRU, max_probes=1)
+    assert (plan.probes, plan.ended) == (1, "max-probes")
+
+
+def test_devices_of_two_kinds_do_not_search_together(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    titles = iter(["one", "another"] * 9)
+    monkeypatch.setattr("oomguard.device.cpu.cpu_name", lambda: next(titles))
+    with pytest.raises(MisuseError, match="must be different ones of one kind"):
+        oomguard.find_feasible_config(GRU, device="cpu,cpu")
+
+
+@pytest.mark.parametrize("ledger", ["", "file/inside"])
+def test_a_ledger_that_cannot_be_written_is_refused_before_anything_is_run(
+    rig: Rig, ledger: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    assert has_three_beats(attempt(lambda: oomguard.find_feasible_config(GRU, ledger=ledger) and None))
+    assert rig.records == []
+
+
+def test_another_budget_is_another_search_in_the_same_ledger_but_its_records_count(rig: Rig, tmp_path: Any) -> None:
+    first = oomguard.find_feasible_config(GRU, budget=500 * MIB, ledger=str(tmp_path), **FIXED)
+    second = oomguard.find_feasible_config(GRU, budget=400 * MIB, ledger=str(tmp_path), **FIXED)
+    assert {*first.records} <= {*second.records}
+    assert second.peak_bytes <= 400 * MIB

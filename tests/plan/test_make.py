@@ -1,0 +1,240 @@
+"""What a plan is made of: the chosen candidate, what was expected of it, and what it is compared with."""
+
+import itertools
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from plan.searched import GRU, LSTM, PROBLEMS, make, on_the_card, searched
+from search.machine import Machine, make_problem, solve
+
+from oomguard.candidate import check_candidate, make_candidate
+from oomguard.estimate.breakdown import estimate_step
+from oomguard.plan.value import Plan, Point, figures
+from oomguard.probe.record import Record
+from oomguard.probe.verdict import Verdict
+from oomguard.search.screen import SETTING, rows_like, screen
+from oomguard.search.shorten import with_steps
+from oomguard.spec import Spec
+from oomguard.units import GIB, MIB
+
+each = pytest.mark.parametrize("name", [*PROBLEMS])
+LENGTHS = {100: 500, 400: 90, 1000: 30}
+
+
+@each
+def test_the_candidate_ran_and_fits_and_gives_the_batch(name: str) -> None:
+    problem, records, plan = searched(name)
+    check_candidate(plan.spec, plan.candidate)
+    assert plan.spec == problem.spec
+    assert plan.record in records
+    assert plan.peak_bytes <= problem.budget_bytes
+    assert (plan.probes, plan.ooms, plan.records) == (len(records), 0, records)
+
+
+@each
+def test_what_was_expected_does_not_depend_on_the_plans_own_record(name: str) -> None:
+    problem, records, plan = searched(name)
+    assert plan.record is not None
+    assert plan.record.terms is not None
+    assert plan.record.peak_bytes is not None
+    terms = plan.record.terms | {"rest": plan.record.terms["rest"] - MIB}
+    other = msgspec.structs.replace(plan.record, peak_bytes=plan.record.peak_bytes - MIB, terms=terms)
+    again = make(problem, [other if one == plan.record else one for one in records])
+    assert again is not None
+    assert (again.candidate, again.record) == (plan.candidate, other)
+    assert again.expected == plan.expected
+
+
+@each
+def test_what_was_expected_came_true_within_its_margin(name: str) -> None:
+    _, _, plan = searched(name)
+    assert plan.confirmed
+    assert plan.peak_bytes <= plan.expected.peak_bytes + plan.expected.margin_bytes
+    assert plan.expected.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.05)
+
+
+@each
+def test_the_estimate_is_that_of_the_candidate(name: str) -> None:
+    problem, _, plan = searched(name)
+    assert plan.estimate == figures(estimate_step(plan.spec, plan.candidate, problem.place))
+    assert plan.where.place == problem.place
+
+
+@each
+def test_plain_is_the_whole_batch_at_once_in_fp32(name: str) -> None:
+    problem, _, plan = searched(name)
+    usual = make_candidate(problem.spec, allocator="plain" if problem.place.cuda else "steady")
+    assert plan.plain.estimate == figures(estimate_step(problem.spec, usual, problem.place))
+    safe_bytes = plan.plain.expected.peak_bytes + plan.plain.expected.margin_bytes
+    assert plan.plain.fits == (safe_bytes <= problem.budget_bytes)
+
+
+def test_plain_fits_where_there_is_room_and_does_not_where_there_is_not() -> None:
+    assert searched("lstm in 20 GiB")[2].plain.fits
+    assert not searched("lstm in 600 MiB")[2].plain.fits
+
+
+@each
+def test_the_exports_are_those_of_the_candidate(name: str) -> None:
+    plan = searched(name)[2]
+    assert plan.exports == {"OF": str(plan.candidate.allocator)}
+
+
+# lossy knobs
+
+
+def test_what_a_lossy_knob_bought_is_told_beside_the_best_without_it() -> None:
+    _, _, plan = searched("on a card")
+    (bought,) = plan.bought
+    assert (bought.knob, bought.value) == ("precision", "fp16")
+    assert bought.exact is not None
+    assert bought.exact.precision == "fp32"
+    assert bought.speedup is not None
+    assert bought.speedup > 1
+
+
+def test_an_exact_plan_bought_nothing() -> None:
+    plan = searched("on a card in fp32")[2]
+    assert (plan.candidate.lossy, plan.bought) == ((), ())
+
+
+def test_a_window_without_which_nothing_fits_has_nothing_beside_it() -> None:
+    spec = Spec(cell="lstm", seq=20_000, hidden=512, batch=1)
+    fixed = {"threads": 1, "segments": 1, "engine": "onednn", "allocator": "steady"}
+    problem = make_problem(spec, 430 * MIB, allow=("window",), fixed=fixed)
+    plan = make(problem, [], allow=("window",))
+    assert plan is not None
+    (bought,) = plan.bought
+    assert (bought.knob, bought.exact, bought.saved_bytes) == ("window", None, None)
+
+
+# speed
+
+
+@each
+def test_a_microbatch_that_is_enough_is_within_the_batch_and_nearly_as_fast(name: str) -> None:
+    problem, records, plan = searched(name)
+    rows = plan.enough_rows
+    assert rows is not None
+    assert rows <= problem.spec.batch
+    view = screen(problem, records)
+    alike = view.eligible & rows_like(view.candidates, plan.candidate, [*SETTING, "threads"])
+    sizes, seconds = np.broadcast_to(view.candidates.microbatch, len(alike)), view.prediction.seconds_per_step
+    best = {int(size): float(seconds[alike & (sizes == size)].min()) for size in np.unique(sizes[alike])}
+    assert rows == min(size for size, one in best.items() if 0.98 * one <= min(best.values()))
+
+
+def test_without_records_nothing_is_said_about_time() -> None:
+    plan = make(make_problem(LSTM, GIB), [])
+    assert plan is not None
+    assert (plan.record, plan.enough_rows, plan.expected.seconds_per_step) == (None, None, None)
+    assert all(rung.expected.seconds_per_step is None for rung in plan.fallbacks)
+    assert (plan.plain.expected.seconds_per_step, plan.ended) == (None, "done")
+
+
+def test_if_nothing_fits_there_is_no_plan() -> None:
+    assert make(make_problem(LSTM, 320 * MIB), []) is None
+
+
+def test_what_ran_out_of_memory_is_counted() -> None:
+    problem, records, _ = searched("gru in 420 MiB")
+    out: list[Record] = [Machine().run(GRU, make_candidate(GRU, allocator="plain"), 1)]
+    plan = make(problem, [*records, *out])
+    assert plan is not None
+    assert out[0].verdict is Verdict.OOM
+    assert (plan.probes, plan.ooms) == (len(records) + 1, 1)
+
+
+# several aims
+
+
+def worth(point: Point, aims: tuple[str, ...]) -> tuple[float, ...]:
+    values = {"throughput": point.throughput, "seq": point.seq, "microbatch": point.candidate.microbatch}
+    return tuple(float(values[aim]) for aim in aims)
+
+
+@pytest.mark.parametrize(
+    "aims", [("throughput", "seq"), ("microbatch", "throughput"), ("seq", "microbatch", "throughput")], ids=str
+)
+def test_no_point_of_a_front_beats_another_and_all_fit(aims: tuple[str, ...]) -> None:
+    problem = make_problem(GRU, 420 * MIB, maximize=aims, fixed={"threads": 1, "allocator": "steady"})
+    plan = make(problem, solve(Machine(), problem))
+    assert plan is not None
+    assert len(plan.front) > ("seq" in aims)  # the largest microbatch may be the fastest too
+    for one, other in itertools.permutations(plan.front, 2):
+        ours, theirs = worth(one, aims), worth(other, aims)
+        assert ours == theirs or any(a > b for a, b in zip(ours, theirs, strict=True))
+    for one in plan.front:
+        assert one.expected.peak_bytes + one.expected.margin_bytes <= problem.budget_bytes
+        check_candidate(msgspec.structs.replace(GRU, seq=one.seq), one.candidate)
+
+
+def test_with_one_aim_there_is_no_front() -> None:
+    assert all(searched(name)[2].front == () for name in PROBLEMS)
+
+
+@pytest.mark.parametrize("aim", ["microbatch", "seq"])
+def test_the_first_aim_names_the_plan(aim: str) -> None:
+    problem = make_problem(GRU, 420 * MIB, maximize=(aim,), fixed={"threads": 1, "allocator": "steady"})
+    plan = make(problem, solve(Machine(), problem))
+    fastest = searched("gru in 420 MiB")[2]
+    assert plan is not None
+    if aim == "seq":
+        assert plan.spec.steps > 5 * GRU.steps
+    else:
+        assert plan.candidate.microbatch >= fastest.candidate.microbatch
+    assert plan.peak_bytes <= problem.budget_bytes
+
+
+# lengths
+
+
+@pytest.mark.parametrize("lengths", [None, {1000: 5}])
+def test_without_a_histogram_there_are_no_buckets(lengths: dict[int, int] | None) -> None:
+    spec = Spec(cell="gru", hidden=128, **{"seq": 1000} if lengths is None else {"lengths": lengths})
+    plan = make(make_problem(spec, 420 * MIB), [])
+    assert plan is not None
+    assert (plan.buckets, plan.padding) == ((), None)
+
+
+def bucketed(**more: Any) -> Plan:
+    problem = make_problem(Spec(cell="gru", hidden=128, lengths=LENGTHS, batch=64), 420 * MIB, **more)
+    plan = make(problem, solve(Machine(), problem))
+    assert plan is not None
+    return plan
+
+
+def test_buckets_have_all_sequences_and_fit_and_pad_less() -> None:
+    plan = bucketed()
+    assert sum(one.sequences for one in plan.buckets) == sum(LENGTHS.values())
+    assert plan.buckets[-1].longest == 1000
+    assert plan.buckets[-1].candidate == plan.candidate
+    assert plan.padding is not None
+    assert 0 <= plan.padding.after <= plan.padding.before < 1
+    for one in plan.buckets:
+        check_candidate(with_steps(plan.spec, one.longest), one.candidate)
+        assert one.expected.peak_bytes + one.expected.margin_bytes <= plan.budget_bytes
+
+
+def test_longer_sequences_than_there_are_have_no_buckets() -> None:
+    assert bucketed(maximize=("seq",), fixed={"threads": 1, "allocator": "steady"}).buckets == ()
+
+
+# cached records
+
+
+def test_records_of_earlier_searches_are_counted_apart() -> None:
+    problem, records, _ = searched("gru in 420 MiB")
+    plan = make(make_problem(GRU, 420 * MIB, cached=records[:2]), [*records])
+    assert plan is not None
+    assert (plan.calibration.cached, plan.calibration.records) == (2, len(records))
+
+
+def test_a_card_that_has_less_host_memory_keeps_less_there() -> None:
+    spec = Spec(cell="lstm", seq=20_000, features=512)
+    plans = [make(on_the_card(spec, 2 * GIB, host_bytes=size), []) for size in (64 * GIB, GIB)]
+    assert plans[0] is not None
+    assert plans[1] is not None
+    assert plans[1].estimate.host_bytes <= GIB

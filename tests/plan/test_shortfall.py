@@ -1,0 +1,188 @@
+"""If nothing fits: the least that would be needed, what stands in the way, and which knob would make it fit."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from search.machine import Machine, make_problem, solve
+from search.rig import Rig
+
+import oomguard
+from oomguard.plan.shortfall import MOST, Asked, NothingFitsError, Shortfall, explain
+from oomguard.search.problem import Problem
+from oomguard.search.screen import screen
+from oomguard.search.shorten import with_steps
+from oomguard.search.space import Here
+from oomguard.spec import Spec
+from oomguard.units import GIB, MIB, format_bytes
+
+LSTM = Spec(cell="lstm", seq=20_000, hidden=512)
+ONE_PIECE: dict[str, Any] = {"segments": 1, "threads": 1, "allocator": "steady", "engine": "onednn", "microbatch": 4}
+HOPELESS: dict[str, Any] = {"cell": "lstm", "seq": 20_000, "hidden": 512, "device": "t4"}
+
+
+def short(budget_bytes: int, spec: Spec = LSTM, allow: tuple[str, ...] = (), **fixed: Any) -> tuple[Problem, Shortfall]:
+    problem = make_problem(spec, budget_bytes, allow=allow, fixed=fixed)
+    return problem, explain(problem, [], Asked(here=Here(cores=2, fixed=fixed), allow=allow))
+
+
+def least(problem: Problem) -> int:
+    """What the smallest candidate needs that runs at all."""
+    view = screen(problem, [])
+    return int(view.safe_bytes[np.broadcast_to(view.estimate.runs, len(view.fits))].min())
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "searched": {"budget_bytes": 330 * MIB},
+    "fixed": {"budget_bytes": 900 * MIB, **ONE_PIECE},
+    "windows allowed": {"budget_bytes": 330 * MIB, "allow": ("window",)},
+    "large weights": {"budget_bytes": 600 * MIB, "spec": Spec(cell="gru", seq=10, vocab=100_000, hidden=512)},
+    "next to nothing": {"budget_bytes": MIB},
+}
+each = pytest.mark.parametrize("case", [*CASES])
+
+
+@each
+def test_no_candidate_of_the_space_needs_less(case: str) -> None:
+    problem, found = short(**CASES[case])
+    assert found.needed_bytes == least(problem)
+    assert found.needed_bytes > found.budget_bytes == problem.budget_bytes
+
+
+@each
+def test_the_candidate_is_the_one_that_needs_least(case: str) -> None:
+    problem, found = short(**CASES[case])
+    view = screen(problem, [])
+    assert int(view.safe_bytes[view.find(found.candidate)]) == found.needed_bytes
+    terms = {name: int(np.broadcast_to(size, len(view.fits))[view.find(found.candidate)])
+             for name, size in view.estimate.terms.items()}  # fmt: skip
+    assert found.terms == terms
+
+
+@each
+def test_what_stands_in_the_way_is_the_largest_term_that_is_not_the_runtime(case: str) -> None:
+    _, found = short(**CASES[case])
+    others = {name: size for name, size in found.terms.items() if name != "runtime"}
+    full = found.terms["runtime"] > MOST * found.budget_bytes
+    assert found.term == ("runtime" if full else max(others, key=lambda name: others[name]))
+
+
+def test_weights_that_are_too_large_are_named() -> None:
+    assert short(**CASES["large weights"])[1].term in ("weights", "optimizer", "gradients")
+
+
+def test_a_budget_that_the_interpreter_fills_is_told_so() -> None:
+    assert short(MIB)[1].term == "runtime"
+
+
+# ways out
+
+
+@each
+def test_ways_that_fit_come_first_and_all_need_less(case: str) -> None:
+    _, found = short(**CASES[case])
+    assert [way.fits for way in found.ways] == sorted((way.fits for way in found.ways), reverse=True)
+    assert all(way.needed_bytes < found.needed_bytes for way in found.ways)
+    assert all(way.fits == (way.needed_bytes <= found.budget_bytes) for way in found.ways)
+
+
+def test_allowing_a_window_needs_what_a_screen_of_that_space_says() -> None:
+    _, found = short(**CASES["fixed"])
+    way = next(one for one in found.ways if one.change == "--allow window")
+    assert way.needed_bytes == least(make_problem(LSTM, 900 * MIB, allow=("window",), fixed=ONE_PIECE))
+    assert not way.allowed
+
+
+def test_leaving_a_knob_to_the_search_needs_what_a_screen_of_that_space_says() -> None:
+    _, found = short(**CASES["fixed"])
+    rest = {name: value for name, value in ONE_PIECE.items() if name != "segments"}
+    way = next(one for one in found.ways if "--segments" in one.change)
+    assert way.change == "leaving --segments to the search"
+    assert way.needed_bytes == least(make_problem(LSTM, 900 * MIB, allow=(), fixed=rest))
+    assert way.fits
+
+
+def test_the_length_that_is_named_fits_and_a_little_more_does_not() -> None:
+    problem, found = short(**CASES["fixed"])
+    way = next(one for one in found.ways if one.change.startswith("--seq"))
+    steps = int(way.change.split()[1])
+    fits = [
+        bool(screen(replace(problem, spec=with_steps(LSTM, one)), []).eligible.any())
+        for one in (steps, steps + 1 + steps // 50)
+    ]
+    assert fits == [True, False]
+    assert way.needed_bytes == least(replace(problem, spec=with_steps(LSTM, steps)))
+
+
+def test_what_was_allowed_already_is_told_so() -> None:
+    _, found = short(700 * MIB, allow=("window",), **ONE_PIECE | {"microbatch": 32})
+    assert {way.allowed for way in found.ways if way.change == "--allow window"} <= {True}
+
+
+@pytest.mark.parametrize("fixed", [{"segments": 1000}, {"window": 5000}, {"segments": 4096, "recompute": False}], ids=str)
+def test_pieces_that_the_user_fixed_do_not_keep_shorter_sequences_from_being_looked_for(fixed: dict[str, int]) -> None:
+    _, found = short(330 * MIB, allow=("window",), **fixed)
+    assert found.needed_bytes > found.budget_bytes
+
+
+# words
+
+
+def test_the_message_has_what_is_needed_what_stands_in_the_way_and_what_to_do() -> None:
+    _, found = short(**CASES["fixed"])
+    rule, got, advice = found.message.partition(", but ")[0], found.message, found.message.partition("). ")[2]
+    assert rule == "The smallest candidate must fit the budget"
+    assert f"needs {format_bytes(found.needed_bytes)} of 900.00 MiB" in got
+    assert f"of it {found.term})" in got
+    first = found.ways[0]
+    assert advice.startswith(f"{first.change} would need {format_bytes(first.needed_bytes)}.")
+
+
+def test_if_no_knob_helps_the_message_asks_for_memory() -> None:
+    _, found = short(MIB)
+    assert not any(way.fits for way in found.ways)
+    assert found.message.endswith(f"raise the budget to {format_bytes(found.needed_bytes)}.")
+
+
+def test_what_was_run_is_kept() -> None:
+    problem = make_problem(LSTM, 345 * MIB, allow=())
+    records = solve(Machine(ratio=3.0), problem)
+    found = explain(problem, records, Asked(here=Here(cores=2), allow=()))
+    assert len(found.records) >= 1
+
+
+# from the question on
+
+
+def test_finding_raises_it_with_the_figures() -> None:
+    with pytest.raises(NothingFitsError, match="The smallest candidate must fit the budget") as caught:
+        oomguard.find_feasible_config(**HOPELESS, budget=450 * MIB)
+    shortfall = caught.value.shortfall
+    assert shortfall.budget_bytes == 450 * MIB
+    assert str(caught.value) == shortfall.message
+
+
+def test_every_way_that_fits_leads_to_a_plan() -> None:
+    asked = HOPELESS | {"segments": 1, "allow": "none", "budget": GIB}
+    with pytest.raises(NothingFitsError) as caught:
+        oomguard.find_feasible_config(**asked)
+    ways = [way.change for way in caught.value.shortfall.ways if way.fits]
+    assert len(ways) >= 3
+    for way in ways:
+        other = dict(asked)
+        if way.startswith("--allow"):
+            other["allow"] = way.split()[1]
+        elif way.startswith("--seq"):
+            other["seq"] = int(way.split()[1])
+        else:
+            del other["segments"]
+        assert oomguard.find_feasible_config(**other).peak_bytes <= GIB
+
+
+def test_a_search_in_which_nothing_fits_ends_after_a_probe_or_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(machine=Machine(ratio=1.5)).install(monkeypatch)
+    with pytest.raises(NothingFitsError) as caught:
+        oomguard.find_feasible_config(cell="lstm", seq=20_000, hidden=512, budget=331 * MIB)
+    assert len(rig.records) <= 2
+    assert [*caught.value.shortfall.records] == rig.records

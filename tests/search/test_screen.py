@@ -1,0 +1,232 @@
+"""What fits by estimate and margin, and what records say of it."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from search.machine import Machine, make_problem, replace, solve
+
+from oomguard.candidate import Candidate, make_candidate
+from oomguard.estimate import gpus
+from oomguard.estimate.place import on_card
+from oomguard.probe.record import Record
+from oomguard.probe.verdict import Verdict
+from oomguard.search.problem import Problem
+from oomguard.search.screen import SETTING, record_of, rows_like, screen
+from oomguard.search.shorten import shorten
+from oomguard.search.space import Here, make_space
+from oomguard.spec import Spec
+from oomguard.units import GIB, MIB
+
+LSTM = Spec(cell="lstm", seq=2000)
+PROBLEM = make_problem(LSTM, 700 * MIB)
+FAILED: dict[str, Any] = dict.fromkeys(
+    [
+        *("terms", "peak_bytes", "runtime_bytes", "seconds_per_step", "tokens_per_second"),
+        *("seconds_per_pass", "fastest_pass_seconds", "seconds_per_update"),
+    ]
+) | {"passes": 0, "steps": 0}
+
+
+def knobs(**some: Any) -> Candidate:
+    """A candidate of the problem's space."""
+    usual = {"engine": "onednn", "threads": 2, "allocator": "steady", "microbatch": 8}
+    return make_candidate(LSTM, **usual | some)
+
+
+def failed(verdict: Verdict, candidate: Candidate, budget_bytes: int = 700 * MIB, spec: Spec = LSTM) -> Record:
+    """A record without a measured step."""
+    record = Machine().run(spec, candidate, 1 << 40)
+    return msgspec.structs.replace(record, verdict=verdict, error="why", budget_bytes=budget_bytes, **FAILED)
+
+
+def ran(candidate: Candidate, spec: Spec = LSTM, **changes: Any) -> Record:
+    return msgspec.structs.replace(Machine().run(spec, candidate, 1 << 40), **changes)
+
+
+def fits(problem: Problem, records: list[Record], candidate: Candidate) -> bool:
+    view = screen(problem, records)
+    row = view.find(candidate)
+    assert row is not None
+    return bool(view.fits[row])
+
+
+# estimate and margin
+
+
+@pytest.mark.parametrize("budget_bytes", [400 * MIB, 700 * MIB, 3 * GIB, 30 * GIB])
+@pytest.mark.parametrize("ratio", [0.9, 1.0, 1.1])
+def test_nothing_is_eligible_whose_peak_and_margin_exceed_the_budget(budget_bytes: int, ratio: float) -> None:
+    problem = make_problem(LSTM, budget_bytes)
+    for records in ([], solve(Machine(ratio=ratio), problem)):
+        view = screen(problem, records)
+        assert view.eligible.any()
+        assert (view.safe_bytes[view.eligible] <= budget_bytes).all()
+        assert (view.safe_bytes >= view.peak_bytes).all()
+
+
+def test_without_records_the_screen_is_the_estimate_and_nothing_has_run() -> None:
+    view = screen(PROBLEM, [])
+    assert (view.peak_bytes >= view.estimate.total_bytes).all()
+    assert (view.longest == 0).all()
+    assert np.isnan(view.seconds).all()
+
+
+def test_a_larger_budget_lets_all_fit_that_fitted_before() -> None:
+    small, large = (screen(make_problem(LSTM, size), []) for size in (500 * MIB, 600 * MIB))
+    assert (small.fits <= large.fits).all()
+    assert small.fits.sum() < large.fits.sum()
+
+
+def test_on_a_card_the_hosts_memory_counts_too() -> None:
+    spec, place = Spec(cell="lstm", seq=20_000, features=512), on_card(gpus.card("t4"))
+    space = make_space(spec, place, 2 * GIB, Here(), ())
+    problem = Problem(spec=spec, place=place, space=space, budget_bytes=2 * GIB)
+    roomy, tight = (screen(replace(problem, host_bytes=size), []) for size in (1 << 40, GIB))
+    assert tight.eligible.any()
+    needs = np.broadcast_to(tight.estimate.host_bytes, len(tight.fits))
+    assert (needs[tight.fits] <= GIB).all()
+    assert roomy.fits.sum() > tight.fits.sum()
+
+
+# what has run
+
+
+def test_a_candidate_that_ran_goes_by_its_record() -> None:
+    candidate = knobs(segments=4)
+    record = ran(candidate, peak_bytes=600 * MIB)
+    view = screen(PROBLEM, [record])
+    row = view.find(candidate)
+    assert view.peak_bytes[row] == 600 * MIB
+    assert 600 * MIB < view.safe_bytes[row] < 610 * MIB
+    assert view.longest[row] == LSTM.steps
+
+
+def test_what_the_estimate_keeps_out_a_record_lets_in() -> None:
+    candidate = knobs(microbatch=32)
+    assert not fits(PROBLEM, [], candidate)
+    assert fits(PROBLEM, [ran(candidate, peak_bytes=600 * MIB)], candidate)
+
+
+def test_what_the_estimate_lets_in_a_record_keeps_out() -> None:
+    candidate = knobs(segments=4)
+    assert fits(PROBLEM, [], candidate)
+    assert not fits(PROBLEM, [ran(candidate, peak_bytes=699 * MIB)], candidate)
+
+
+def test_a_record_of_shorter_sequences_tells_the_time_and_not_the_peak() -> None:
+    candidate = knobs(segments=16)
+    short, cut = shorten(LSTM, candidate, 500)
+    record = ran(cut, short, peak_bytes=600 * MIB)
+    view = screen(PROBLEM, [record])
+    row = view.find(candidate)
+    assert view.longest[row] == 500
+    assert view.peak_bytes[row] == view.prediction.peak_bytes[row]
+    assert record.fastest_pass_seconds is not None
+    assert view.seconds[row] == pytest.approx(4 * 4 * record.fastest_pass_seconds, rel=0.05)
+
+
+def test_the_longest_of_several_records_has_the_last_word() -> None:
+    candidate = knobs(segments=16)
+    whole = ran(candidate, fastest_pass_seconds=3.0)
+    short, cut = shorten(LSTM, candidate, 500)
+    records = [whole, ran(cut, short, fastest_pass_seconds=100.0)]
+    view = screen(PROBLEM, records)
+    row = view.find(candidate)
+    assert row is not None
+    assert view.seconds[row] == pytest.approx(12.0, rel=0.01)
+    assert record_of(records, view, row) == whole
+
+
+@pytest.mark.parametrize("segments", [2, 11, 23, 45, 91, 100])
+def test_a_shortened_candidate_is_known_again_whatever_its_number_of_pieces(segments: int) -> None:
+    """The last of them is shorter, unless their number divides the steps."""
+    candidate = knobs(segments=segments, allocator="plain", engine="native")
+    problem = make_problem(LSTM, 700 * MIB, fixed={"segments": segments})
+    short, cut = shorten(LSTM, candidate, LSTM.steps // 2)
+    view = screen(problem, [ran(cut, short)])
+    assert view.longest[view.find(candidate)] == short.steps
+
+
+def test_what_never_ran_has_no_record() -> None:
+    view = screen(PROBLEM, [ran(knobs(segments=4))])
+    row = view.find(knobs(segments=8))
+    assert row is not None
+    assert record_of([ran(knobs(segments=4))], view, row) is None
+
+
+# what has not
+
+
+@pytest.mark.parametrize("verdict", [Verdict.OOM, Verdict.KILLED, Verdict.OVER])
+def test_what_ran_out_is_out_at_that_budget_and_any_smaller_but_not_at_a_larger(verdict: Verdict) -> None:
+    candidate = knobs(segments=4)
+    records = [failed(verdict, candidate)]
+    found = [fits(make_problem(LSTM, size * MIB), records, candidate) for size in (650, 700, 750)]
+    assert found == [False, False, True]
+
+
+def test_what_ran_out_is_out_alone() -> None:
+    view = screen(PROBLEM, [failed(Verdict.OOM, knobs(segments=4))])
+    before = screen(PROBLEM, [])
+    changed = np.flatnonzero(before.fits != view.fits)
+    assert [view.candidates[int(row)] for row in changed] == [knobs(segments=4)]
+
+
+@pytest.mark.parametrize("verdict", [Verdict.UNSUPPORTED, Verdict.CRASHED, Verdict.BROKEN])
+def test_what_cannot_run_takes_its_whole_setting_out_and_nothing_else(verdict: Verdict) -> None:
+    candidate = knobs(segments=4)
+    before, after = screen(PROBLEM, []), screen(PROBLEM, [failed(verdict, candidate)])
+    same = rows_like(after.candidates, candidate, [*SETTING])
+    assert not after.fits[same].any()
+    assert (after.fits[~same] == before.fits[~same]).all()
+    assert after.eligible.any()
+
+
+def test_what_took_too_long_is_out_unless_it_has_run() -> None:
+    candidate = knobs(segments=4)
+    late = failed(Verdict.TIMEOUT, candidate)
+    assert not fits(PROBLEM, [late], candidate)
+    assert fits(PROBLEM, [late, ran(candidate)], candidate)
+
+
+def test_where_one_was_strained_others_of_its_setting_must_peak_lower() -> None:
+    candidate = knobs(segments=4)
+    strained = ran(candidate, verdict=Verdict.STRAINED, peak_bytes=600 * MIB)
+    view = screen(PROBLEM, [strained])
+    same = rows_like(view.candidates, candidate, [*SETTING])
+    assert not fits(PROBLEM, [strained], candidate)
+    assert (view.peak_bytes[view.fits & same] < 560 * MIB).all()
+    assert (view.fits & same).any()
+    assert (view.peak_bytes[view.fits & ~same] > 560 * MIB).any()
+
+
+# other models
+
+
+@pytest.mark.parametrize("verdict", [Verdict.OOM, Verdict.UNSUPPORTED, Verdict.TIMEOUT])
+def test_what_did_not_run_of_another_model_changes_nothing(verdict: Verdict) -> None:
+    other = msgspec.structs.replace(LSTM, hidden=300)
+    before, after = screen(PROBLEM, []), screen(PROBLEM, [failed(verdict, knobs(segments=4), spec=other)])
+    assert (before.fits == after.fits).all()
+    assert (before.peak_bytes == after.peak_bytes).all()
+
+
+def test_what_ran_of_another_model_changes_predictions_alone() -> None:
+    other = msgspec.structs.replace(LSTM, hidden=300)
+    records = [ran(knobs(segments=4), other), ran(knobs(segments=1), other)]
+    view = screen(PROBLEM, records)
+    assert (view.longest == 0).all()
+    assert np.isnan(view.seconds).all()
+    assert (view.peak_bytes == view.prediction.peak_bytes).all()
+    assert (view.fits == (view.estimate.runs & (view.prediction.safe_bytes <= 700 * MIB))).all()
+
+
+def test_cached_records_steer_predictions_and_count_as_run_nowhere() -> None:
+    record = Machine(ratio=1.1).run(LSTM, knobs(segments=4), 1 << 40)
+    view = screen(replace(PROBLEM, cached=(record,)), [])
+    assert (view.longest == 0).all()
+    row = view.find(knobs(segments=4))
+    assert row is not None
+    assert view.peak_bytes[row] > screen(PROBLEM, []).peak_bytes[row]
