@@ -12,9 +12,10 @@ from oomguard.probe.ledger import Ledger
 from oomguard.probe.record import Record, torch_version
 from oomguard.probe.runner import Runner
 from oomguard.probe.verdict import Verdict
+from oomguard.search.approach import CONFIRM_SECONDS, Known
 from oomguard.search.cache import Cache, current, is_stale
 from oomguard.search.problem import Probe, Problem
-from oomguard.search.propose import CONFIRM_SECONDS, Known, propose
+from oomguard.search.propose import propose
 
 if TYPE_CHECKING:
     from oomguard.search.loop import Book

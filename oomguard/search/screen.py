@@ -69,17 +69,19 @@ class Screened:
         return int(rows[0]) if len(rows) else None
 
 
-def screen(problem: Problem, records: Sequence[Record], spec: Spec | None = None) -> Screened:
+def screen(problem: Problem, records: Sequence[Record], spec: Spec | None = None, caution: float = 1.0) -> Screened:
     """What of the space fits, for the problem's spec or for another length of its sequences.
 
-    What earlier searches measured steers the predictions; only records of this one say that something ran.
+    What earlier searches measured steers the predictions; only records of this one say that something ran. `caution` is
+    the part of the margin that must fit too.
     """
     spec = spec or problem.spec
     candidates = grid(spec, problem.space, finest=problem.finest)
     estimate = estimate_batch(spec, candidates, problem.place)
     calibration = Calibration(spec, records, problem.place, problem.cached)
     prediction = calibration.predict(estimate)
-    peak, safe = prediction.peak_bytes.copy(), prediction.safe_bytes.copy()
+    peak = prediction.peak_bytes.copy()
+    safe = peak + np.ceil(caution * prediction.margin_bytes).astype(np.int64)
     fits = np.broadcast_to(estimate.runs, len(candidates)) & (safe <= problem.budget_bytes)
     if problem.host_bytes is not None:
         fits = fits & (np.broadcast_to(estimate.host_bytes, len(candidates)) <= problem.host_bytes)

@@ -219,3 +219,34 @@ def test_a_limit_counts_in_full_if_the_usage_cannot_be_read(tmp_path: Path) -> N
 def test_other_file_systems_are_passed_over(tmp_path: Path) -> None:
     other = f"22 1 0:5 / {tmp_path} rw - ext4 /dev/sda1 rw,memory"
     assert cgroup_limits(machine(tmp_path, cgroup="0::/\n4:memory:/\n", mounts=(other,))) == []
+
+
+# processors
+
+
+def test_a_group_pays_for_so_many_processors(tmp_path: Path) -> None:
+    write(tmp_path / "cg/job/cpu.max", "150000 100000\n")
+    assert limits.cpu_quota(in_v2(tmp_path)) == 1.5
+
+
+def test_the_least_quota_on_the_way_up_counts(tmp_path: Path) -> None:
+    write(tmp_path / "cg/a/cpu.max", "200000 100000\n")
+    write(tmp_path / "cg/a/b/cpu.max", "800000 100000\n")
+    assert limits.cpu_quota(in_v2(tmp_path, "/a/b")) == 2.0
+
+
+@pytest.mark.parametrize("text", ["max 100000\n", "", "max\n", "100000\n", "100000 0\n", "x y\n"])
+def test_what_is_no_quota_limits_nothing(tmp_path: Path, text: str) -> None:
+    write(tmp_path / "cg/job/cpu.max", text)
+    assert limits.cpu_quota(in_v2(tmp_path)) is None
+
+
+def test_a_quota_of_another_group_does_not_count(tmp_path: Path) -> None:
+    write(tmp_path / "cg/other/cpu.max", "50000 100000\n")
+    assert limits.cpu_quota(in_v2(tmp_path)) is None
+
+
+def test_without_v2_nobody_says_what_is_paid_for(tmp_path: Path) -> None:
+    write(tmp_path / "cg/job/cpu.max", "50000 100000\n")
+    assert limits.cpu_quota(in_v1(tmp_path)) is None
+    assert limits.cpu_quota(machine(tmp_path)) is None

@@ -10,8 +10,8 @@ from device.child import BIG_BYTES, PRELUDE, child, numbers
 from device.fake_proc import kib, write
 
 from oomguard.candidate import Candidate
-from oomguard.device import proc
-from oomguard.device.cpu import Cpu, cpu_name, cpu_precisions
+from oomguard.device import limits, proc
+from oomguard.device.cpu import Cpu, cores, cpu_name, cpu_precisions
 from oomguard.estimate.malloc import STEADY_ENVIRONMENT
 from oomguard.units import GIB, MIB
 
@@ -227,3 +227,46 @@ def test_the_processors_name_is_read(tmp_path: Path) -> None:
 def test_a_processor_without_a_model_name_has_a_name_still(tmp_path: Path) -> None:
     write(tmp_path / "cpuinfo", "processor\t: 0\nBogoMIPS\t: 50.00\n")
     assert cpu_name(tmp_path) != ""
+
+
+def test_the_library_is_the_one_that_torch_was_built_with() -> None:
+    import torch
+
+    found = Cpu().library()
+    assert found is not None
+    assert found.startswith("oneDNN ")
+    assert found.removeprefix("oneDNN ") in torch.__config__.show()
+
+
+def test_a_torch_that_does_not_name_its_library_is_told_by_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.__config__.show", lambda: "PyTorch built with:\n  - GCC 11.2\n")
+    assert Cpu().library() is None
+
+
+def test_a_processor_has_no_driver() -> None:
+    assert Cpu().driver() is None
+
+
+@pytest.mark.parametrize(
+    ("allowed", "quota", "found"),
+    [(4, None, 4), (4, 2.0, 2), (4, 1.5, 2), (4, 0.25, 1), (2, 8.0, 2), (1, None, 1)],
+)
+def test_the_cores_are_those_that_it_may_run_on_or_that_its_group_pays_for(
+    monkeypatch: pytest.MonkeyPatch, allowed: int, quota: float | None, found: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*range(allowed)})
+    monkeypatch.setattr(limits, "cpu_quota", lambda: quota)
+    assert cores() == found
+
+
+def test_where_affinity_cannot_be_asked_all_processors_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    monkeypatch.setattr(limits, "cpu_quota", lambda: None)
+    assert cores() == 6
+
+
+def test_a_process_that_is_bound_to_one_processor_has_one_core() -> None:
+    code = "import os; from oomguard.device.cpu import cores; "
+    code += "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); print(cores())"
+    assert child(code) == "1"

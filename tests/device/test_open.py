@@ -1,14 +1,17 @@
 """Opening a device by name, what can be asked of a card without torch, and the overview of all devices."""
 
 import os
+import sys
+from types import SimpleNamespace
 
+import pynvml
 import pytest
 from device.cards import BUILT, built, no_driver, not_built
 from device.child import child
-from device.fake_nvml import answer, card, process
+from device.fake_nvml import answer, card, fail, process
 
 from oomguard.candidate import Candidate
-from oomguard.device import card_index, open_device
+from oomguard.device import card_index, cuda, open_device
 from oomguard.device.cpu import Cpu
 from oomguard.device.cuda import EXPANDABLE, SETTINGS, Cuda
 from oomguard.device.survey import NO_CUDA, survey
@@ -96,6 +99,33 @@ def test_a_card_is_known_by_its_name_but_for_its_capability(plain: pytest.Monkey
     answer(plain, card(name="NVIDIA A100-SXM4-40GB", capability=(9, 0)))
     known = Cuda(0).present().known
     assert (known.name, known.context_bytes) == ("a100-40gb", gpus.CONTEXT_BYTES["from sm 9"])
+
+
+def test_the_driver_is_the_one_that_nvml_names(plain: pytest.MonkeyPatch) -> None:
+    answer(plain, card())
+    plain.setattr("pynvml.nvmlSystemGetDriverVersion", lambda: "550.54.15")
+    assert Cuda(0).driver() == "550.54.15"
+
+
+def test_without_nvml_nobody_names_the_driver(plain: pytest.MonkeyPatch) -> None:
+    plain.setitem(sys.modules, "pynvml", None)
+    assert Cuda(0).driver() is None
+
+
+def test_a_driver_that_does_not_tell_its_version_is_not_named(plain: pytest.MonkeyPatch) -> None:
+    answer(plain, card())
+    plain.setattr("pynvml.nvmlSystemGetDriverVersion", lambda: fail(pynvml.NVML_ERROR_UNKNOWN))
+    assert Cuda(0).driver() is None
+
+
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [(7605, "cuDNN 7.6.5"), (8907, "cuDNN 8.9.7"), (90100, "cuDNN 9.1.0"), (91002, "cuDNN 9.10.2"), (None, None)],
+)
+def test_the_library_is_named_with_its_version(plain: pytest.MonkeyPatch, number: int | None, name: str | None) -> None:
+    torch = SimpleNamespace(backends=SimpleNamespace(cudnn=SimpleNamespace(version=lambda: number)))
+    plain.setattr(cuda, "_torch", lambda: torch)
+    assert Cuda(0).library() == name
 
 
 # the environment

@@ -70,7 +70,7 @@ def test_a_budget_is_a_whole_number_of_bytes(budget: Any) -> None:
     assert "--budget must be a whole number from 1 to" in str(error)
 
 
-@pytest.mark.parametrize("budget", ["6", "6 parsecs", ""])
+@pytest.mark.parametrize("budget", ["6 parsecs", ""])
 def test_a_budget_in_words_is_a_size(budget: str) -> None:
     assert has_three_beats(attempt(lambda: oomguard.find_feasible_config(GRU, device="t4", budget=budget) and None))
 
@@ -197,7 +197,8 @@ def test_a_ledger_that_cannot_be_written_is_refused_before_anything_is_run(
 
 
 def test_another_budget_is_another_search_in_the_same_ledger_but_its_records_count(rig: Rig, tmp_path: Any) -> None:
-    first = oomguard.find_feasible_config(GRU, budget=500 * MIB, ledger=str(tmp_path), **FIXED)
-    second = oomguard.find_feasible_config(GRU, budget=400 * MIB, ledger=str(tmp_path), **FIXED)
-    assert {*first.records} <= {*second.records}
+    asked = {"spec": GRU, "ledger": str(tmp_path), "max_probes": 3, **FIXED}
+    first = oomguard.find_feasible_config(**asked, budget=500 * MIB)
+    second = oomguard.find_feasible_config(**asked, budget=400 * MIB)
+    assert all(one in second.records for one in first.records)
     assert second.peak_bytes <= 400 * MIB

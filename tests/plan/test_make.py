@@ -155,12 +155,10 @@ def worth(point: Point, aims: tuple[str, ...]) -> tuple[float, ...]:
     return tuple(float(values[aim]) for aim in aims)
 
 
-@pytest.mark.parametrize(
-    "aims", [("throughput", "seq"), ("microbatch", "throughput"), ("seq", "microbatch", "throughput")], ids=str
-)
+@pytest.mark.parametrize("aims", [("throughput", "seq"), ("microbatch", "throughput")], ids=str)
 def test_no_point_of_a_front_beats_another_and_all_fit(aims: tuple[str, ...]) -> None:
-    problem = make_problem(GRU, 420 * MIB, maximize=aims, fixed={"threads": 1, "allocator": "steady"})
-    plan = make(problem, solve(Machine(), problem))
+    problem = make_problem(GRU, 420 * MIB, maximize=aims, fixed={"threads": 2, "allocator": "steady"})
+    plan = make(problem, [*searched("gru in 420 MiB")[1]])
     assert plan is not None
     assert len(plan.front) > ("seq" in aims)  # the largest microbatch may be the fastest too
     for one, other in itertools.permutations(plan.front, 2):
@@ -226,7 +224,7 @@ def test_longer_sequences_than_there_are_have_no_buckets() -> None:
 
 
 def test_records_of_earlier_searches_are_counted_apart() -> None:
-    problem, records, _ = searched("gru in 420 MiB")
+    _, records, _ = searched("gru in 420 MiB")
     plan = make(make_problem(GRU, 420 * MIB, cached=records[:2]), [*records])
     assert plan is not None
     assert (plan.calibration.cached, plan.calibration.records) == (2, len(records))

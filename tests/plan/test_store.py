@@ -201,6 +201,16 @@ def of_another_version(content: dict[str, Any]) -> None:
     content["environment"]["oomguard"] = "0.0.0"
 
 
+def other_gradient(content: dict[str, Any]) -> None:
+    of_another_version(content)
+    content["fallbacks"][0]["candidate"].update(precision="bf16")
+
+
+def not_run(content: dict[str, Any]) -> None:
+    other_record(content, verdict="OOM")
+    content.update(ooms=1)
+
+
 CONTRADICTIONS: dict[str, tuple[Edit, str]] = {
     "the batch": (
         lambda d: d["candidate"].update(accumulation=99),
@@ -240,7 +250,7 @@ CONTRADICTIONS: dict[str, tuple[Edit, str]] = {
     ),
     "fallbacks that rise": (lambda d: d["fallbacks"].reverse(), "the peaks of the fallbacks do not fall"),
     "fallbacks with another gradient": (
-        lambda d: [of_another_version(d), d["fallbacks"][0]["candidate"].update(precision="bf16")],
+        other_gradient,
         "fallback 1 does not have the gradient of the chosen one",
     ),
     "a peak over the budget": (
@@ -267,7 +277,7 @@ CONTRADICTIONS: dict[str, tuple[Edit, str]] = {
         "the record is not one of the chosen candidate",
     ),
     "a record that did not run": (
-        lambda d: [other_record(d, verdict="OOM"), d.update(ooms=1)],
+        not_run,
         "the record is not one of the chosen candidate",
     ),
 }
@@ -347,9 +357,18 @@ def test_the_file_is_on_the_disk_before_it_takes_the_old_ones_place(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
-    fsync, replace = os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda file: (done.append("fsync"), fsync(file))[1])
-    monkeypatch.setattr(os, "replace", lambda *names: (done.append("replace"), replace(*names))[1])
+
+    def noting(name: str) -> None:
+        real = getattr(os, name)
+
+        def call(*words: Any) -> Any:
+            done.append(name)
+            return real(*words)
+
+        monkeypatch.setattr(os, name, call)
+
+    noting("fsync")
+    noting("replace")
     save_plan(reckoned(), path)
     assert done[:2] == ["fsync", "replace"]
 

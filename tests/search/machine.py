@@ -11,8 +11,9 @@ from oomguard.estimate.breakdown import estimate_step
 from oomguard.estimate.place import CPU, Place
 from oomguard.probe.record import Record, torch_version
 from oomguard.probe.verdict import Verdict
+from oomguard.search.approach import Known
 from oomguard.search.problem import Probe, Problem
-from oomguard.search.propose import Known, propose
+from oomguard.search.propose import propose
 from oomguard.search.screen import Screened
 from oomguard.search.space import Here, make_space
 from oomguard.spec import Spec

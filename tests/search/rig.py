@@ -87,5 +87,5 @@ def make_search(problem: Problem, storage: str | None = None, **more: Any) -> Se
     limits = Limits(**{name: more.pop(name) for name in ("max_probes", "seconds") if name in more})
     ledger: Ledger | None = more.pop("ledger", None)
     cache: Cache = more.pop("cache", Cache(None, TITLE))
-    book = Book("a study", problem.maximize, storage)
+    book = more.pop("book", None) or Book("a study", problem.maximize, storage)
     return Search(problem=problem, book=book, ledger=ledger, cache=cache, limits=limits, **more)

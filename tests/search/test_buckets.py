@@ -101,9 +101,7 @@ def _run(request: pytest.FixtureRequest) -> tuple[int, list[Bucketed]]:
 def test_each_bucket_fits_the_budget(run: tuple[int, list[Bucketed]]) -> None:
     budget_bytes, found = run
     assert all(one.peak_bytes + one.margin_bytes <= budget_bytes for one in found)
-    assert all(
-        Machine().peak_bytes(with_steps(SPEC, one.part.longest), one.candidate) <= budget_bytes for one in found
-    )
+    assert all(Machine().peak_bytes(with_steps(SPEC, one.part.longest), one.candidate) <= budget_bytes for one in found)
 
 
 def test_each_bucket_gives_the_batch(run: tuple[int, list[Bucketed]]) -> None:

@@ -20,9 +20,10 @@ from oomguard.candidate import Candidate, make_candidate
 from oomguard.errors import MisuseError
 from oomguard.probe.record import Record
 from oomguard.probe.verdict import Verdict
+from oomguard.search.approach import Known
 from oomguard.search.loop import GRACE_SECONDS, Book, storage_in
 from oomguard.search.problem import Probe
-from oomguard.search.propose import Known, propose
+from oomguard.search.propose import propose
 from oomguard.spec import Spec
 from oomguard.units import GIB
 

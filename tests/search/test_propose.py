@@ -7,8 +7,9 @@ from search.machine import Machine, make_problem, replace, solve, without_time
 
 from oomguard.candidate import Candidate
 from oomguard.probe.verdict import Verdict
+from oomguard.search.approach import Known
 from oomguard.search.problem import Problem
-from oomguard.search.propose import Known, choose, largest, propose
+from oomguard.search.propose import choose, largest, propose
 from oomguard.search.screen import screen
 from oomguard.spec import Spec
 from oomguard.units import GIB, MIB

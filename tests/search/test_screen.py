@@ -55,8 +55,8 @@ def fits(problem: Problem, records: list[Record], candidate: Candidate) -> bool:
 # estimate and margin
 
 
-@pytest.mark.parametrize("budget_bytes", [400 * MIB, 700 * MIB, 3 * GIB, 30 * GIB])
-@pytest.mark.parametrize("ratio", [0.9, 1.0, 1.1])
+@pytest.mark.parametrize("budget_bytes", [400 * MIB, 3 * GIB])
+@pytest.mark.parametrize("ratio", [0.9, 1.1])
 def test_nothing_is_eligible_whose_peak_and_margin_exceed_the_budget(budget_bytes: int, ratio: float) -> None:
     problem = make_problem(LSTM, budget_bytes)
     for records in ([], solve(Machine(ratio=ratio), problem)):
@@ -167,11 +167,14 @@ def test_what_ran_out_is_out_at_that_budget_and_any_smaller_but_not_at_a_larger(
     assert found == [False, False, True]
 
 
-def test_what_ran_out_is_out_alone() -> None:
-    view = screen(PROBLEM, [failed(Verdict.OOM, knobs(segments=4))])
-    before = screen(PROBLEM, [])
-    changed = np.flatnonzero(before.fits != view.fits)
-    assert [view.candidates[int(row)] for row in changed] == [knobs(segments=4)]
+def test_what_ran_out_takes_nothing_smaller_and_no_other_setting_with_it() -> None:
+    candidate = knobs(segments=4)
+    before, after = screen(PROBLEM, []), screen(PROBLEM, [failed(Verdict.OOM, candidate)])
+    out = before.fits & ~after.fits
+    peaks, same = before.peak_bytes, rows_like(before.candidates, candidate, [*SETTING])
+    assert out[before.find(candidate)]
+    assert (same[out] & (peaks[out] >= peaks[before.find(candidate)])).all()
+    assert (after.fits <= before.fits).all()
 
 
 @pytest.mark.parametrize("verdict", [Verdict.UNSUPPORTED, Verdict.CRASHED, Verdict.BROKEN])

@@ -1,6 +1,7 @@
 """What may be tried: every row of the grid is a candidate that serves the spec, and turns only what may be turned."""
 
 import importlib.util
+import itertools
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ HERE = Here(precisions=("fp32", "fp16", "bf16"), cores=2, expandable=True)
 LSTM = Spec(cell="lstm", seq=10_000)
 BOTH_WAYS = Spec(cell="gru", seq=10_000, bidirectional=True)
 any_space = given(spec=specs(), place=st.sampled_from([CPU, CARD]), allow=st.sets(st.sampled_from(ALLOWED)))
-few = settings(max_examples=25)
+few = settings(max_examples=12)
 
 
 def make_grid(spec: Spec, place: Place = CPU, allow: tuple[str, ...] = (), **fixed: Any) -> Candidates:
@@ -239,14 +240,14 @@ def test_microbatches_go_from_one_to_the_batch_and_waste_nothing(batch: int) -> 
 def test_if_the_largest_is_wanted_no_microbatch_is_far_from_the_next(batch: int) -> None:
     sizes = microbatches(batch, finest=True)
     assert (sizes[0], sizes[-1]) == (1, batch)
-    assert all(after <= max(before + 1, FINE**2 * before) for before, after in zip(sizes, sizes[1:], strict=False))
+    assert all(after <= max(before + 1, FINE**2 * before) for before, after in itertools.pairwise(sizes))
 
 
 @given(steps=up_to(10**9))
 def test_segments_go_up_to_pieces_of_a_few_steps_by_no_more_than_half(steps: int) -> None:
     counts = segment_counts(steps)
     assert all(2 <= one <= steps for one in counts)
-    assert all(after <= max(before + 1, 1.5 * before) for before, after in zip(counts, counts[1:], strict=False))
+    assert all(after <= max(before + 1, 1.5 * before) for before, after in itertools.pairwise(counts))
     assert steps < 2 * SHORTEST_PIECE or counts[-1] == steps // SHORTEST_PIECE
 
 
