@@ -60,10 +60,10 @@ class Question:
             )
         check_maximize(self.maximize)
         check_allow(self.allow)
+        _check_knobs(self.spec, self.fixed)
         check_fixed(self.fixed, self.allow)
         check_whole("max_probes", self.limits.max_probes, 1, 100_000, optional=False)
         check_seconds("The time limit of a search", self.limits.seconds)
-        _check_knobs(self.spec, self.fixed)
 
 
 def is_here(device: str) -> bool:

@@ -9,11 +9,14 @@ from typing import Any
 
 import msgspec
 
+from oomguard.calibrate import same_model
 from oomguard.candidate import check_candidate
+from oomguard.device.cuda import SETTINGS
 from oomguard.errors import MisuseError
 from oomguard.estimate.breakdown import estimate_step
 from oomguard.plan.value import VERSION, Plan, Rung, figures
 from oomguard.probe.verdict import Verdict
+from oomguard.search.shorten import with_steps
 from oomguard.units import format_bytes
 
 MAX_FILE_BYTES = 256 << 20
@@ -113,6 +116,8 @@ def contradictions(plan: Plan) -> Iterator[str]:
     try:
         for candidate in (plan.candidate, *(rung.candidate for rung in plan.fallbacks)):
             check_candidate(plan.spec, candidate)
+        for bucket in plan.buckets:
+            check_candidate(with_steps(plan.spec, bucket.longest), bucket.candidate)
     except MisuseError as error:
         yield str(error)
         return
@@ -132,6 +137,8 @@ def contradictions(plan: Plan) -> Iterator[str]:
         yield "the numbers of probes and of those that ran out of memory are not those of the records"
     if plan.record is not None and (plan.record not in plan.records or not _is_of(plan)):
         yield "the record is not one of the chosen candidate"
+    if not all(name in SETTINGS or name.startswith("MALLOC_") for name in plan.exports):
+        yield "it exports more than the settings of an allocator"
     if {*plan.candidate.lossy} - {"precision", "window", "state_8bit"} or not _allowed(plan):
         yield "a lossy knob is turned that is not allowed"
 
@@ -153,6 +160,8 @@ def _ran_out(verdict: Verdict) -> bool:
 def _is_of(plan: Plan) -> bool:
     """Whether the record has the candidate's knobs; a shorter one has fewer pieces."""
     assert plan.record is not None
+    if not plan.record.verdict.ran or not same_model(plan.record.spec, plan.spec):
+        return False
     ours, theirs = (msgspec.structs.asdict(one) for one in (plan.candidate, plan.record.candidate))
     return all(ours[name] == theirs[name] for name in ours if name not in ("segments", "window"))
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from oomguard.calibrate import Calibration, Kind, kind_of, same_model
-from oomguard.estimate.breakdown import estimate_step
+from oomguard.calibrate import Calibration, Kind, kind_of, memory, same_model
+from oomguard.estimate.breakdown import Estimate, estimate_step
 from oomguard.probe.record import Record
 from oomguard.search.problem import Probe, Problem, Role
 from oomguard.search.screen import Screened
@@ -111,9 +111,11 @@ def short(
         fewer = candidate.recompute or role != "calibrate"
         short_spec, cut = shorten(view.spec, candidate, steps, fewer=fewer)
         calibration = Calibration(short_spec, known.records, problem.place, problem.cached)
-        expected = calibration.predict(estimate_step(short_spec, cut, problem.place))
+        estimate = estimate_step(short_spec, cut, problem.place)
+        expected = calibration.predict(estimate)
         whole = short_spec == view.spec and role == "confirm"
-        if whole or expected.safe_bytes <= _within(known, view, row) or steps <= 1:
+        safe = expected.safe_bytes <= problem.budget_bytes and _is_modest(known, kind_at(view, row), estimate)
+        if whole or safe or steps <= 1:
             break
         steps //= 2
     pass_seconds = each * short_spec.steps
@@ -128,13 +130,12 @@ def short(
     return None if known.done(probe) else probe
 
 
-def _within(known: Known, view: Screened, row: int) -> int:
-    """What a probe of a candidate may be expected to need: the budget, or a part of it if its kind is new."""
-    if kind_at(view, row) in {kind_of(one) for one in known.measured}:
-        return known.problem.budget_bytes
-    runtime_bytes = int(np.max(view.estimate.terms["runtime"]))
-    spare_bytes = max(0, known.problem.budget_bytes - runtime_bytes) // SAFE_SHARE
-    return min(known.problem.budget_bytes, runtime_bytes + max(SMALL_BYTES, spare_bytes))
+def _is_modest(known: Known, kind: Kind, estimate: Estimate) -> bool:
+    """Whether what is uncertain of an estimate is a small part of what there is, if its kind is new."""
+    if kind in {kind_of(one) for one in known.measured}:
+        return True
+    spare_bytes = max(0, known.problem.budget_bytes - int(estimate.terms["runtime"]))
+    return float(memory.split(estimate)[1][0]) <= max(SMALL_BYTES, spare_bytes // SAFE_SHARE)
 
 
 def _round(steps: int) -> int:

@@ -6,6 +6,7 @@ A cache can be deleted at any time. What it holds only steers a search: every pl
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from oomguard.calibrate import Calibration, same_model
@@ -30,10 +31,14 @@ class Cache:
 
     def read(self, spec: Spec) -> list[Record]:
         """What earlier searches measured of this cell here, with this torch."""
-        if self.directory is None or not self.directory.is_dir():
+        if self.directory is None:
             return []
         found: list[Record] = []
-        for path in sorted(self.directory.glob(f"{self._stem(spec.cell)}-*.jsonl")):
+        try:
+            paths = sorted(self.directory.glob(f"{self._stem(spec.cell)}-*.jsonl"))
+        except OSError:
+            paths = []
+        for path in paths:
             try:
                 found += Ledger(path).read()[-MOST_RECORDS:]
             except (OSError, MisuseError):  # of another user, perhaps: then without it
@@ -52,7 +57,8 @@ class Cache:
     def drop(self, record: Record) -> None:
         """Forget what is kept of a record's kind: it is stale."""
         if self.directory is not None:
-            self._path(record).unlink(missing_ok=True)
+            with suppress(OSError):
+                self._path(record).unlink(missing_ok=True)
 
     def _stem(self, cell: str) -> str:
         return hashlib.sha256(f"{self.title} {torch_version()} {cell}".encode()).hexdigest()[:16]

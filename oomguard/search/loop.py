@@ -115,7 +115,7 @@ class Book:
     def begin(self, probe: Probe, seconds: float) -> Trial:
         """Ask for the trial of a probe that ends within so many seconds."""
         self.sampler.probe = probe
-        trial = self.study.ask()
+        trial = self.study.ask(fixed_distributions=_distributions(probe))
         trial.set_user_attr("owner", self._owner)
         trial.set_user_attr("until", time.time() + seconds)
         trial.set_user_attr("role", probe.role)

@@ -120,6 +120,7 @@ class Search:
                 self._work(runner)
             except BaseException as error:
                 failures.append(error)
+                self.ended = self.ended or "failed"  # nobody waits for it
 
         threads = [threading.Thread(target=work, args=(one,), daemon=True) for one in runners]
         for thread in threads:
@@ -154,19 +155,20 @@ class Search:
             if probe is None or trial is None:
                 time.sleep(POLL_SECONDS)  # what the others find may need a further probe
                 continue
-            self._tell()
             try:
+                self._tell()
                 record = self._probe(runner, probe)
+                with self.lock:
+                    if self._interrupted():
+                        self.book.drop(trial)
+                        return
+                    self._keep(record)
+                    self.book.end(trial, self.problem.spec, record)
             except BaseException:
                 self.book.drop(trial)
                 raise
-            with self.lock:
-                del self.running[runner.device.name]
-                if self._interrupted():
-                    self.book.drop(trial)
-                    return
-                self._keep(record)
-                self.book.end(trial, self.problem.spec, record)
+            finally:
+                self.running.pop(runner.device.name, None)
             self._tell()
 
     def _interrupted(self) -> bool:

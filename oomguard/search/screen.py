@@ -104,7 +104,7 @@ def screen(problem: Problem, records: Sequence[Record], spec: Spec | None = None
         elif record.verdict is Verdict.TIMEOUT:
             late |= rows
         elif record.budget_bytes >= problem.budget_bytes:
-            fits &= ~rows
+            fits &= ~(rows | _no_smaller(record, rows, candidates, prediction))
         if record.spec == spec and record.verdict.ran and record.peak_bytes is not None:
             here = rows & rows_like(candidates, record.candidate, ["segments"])
             peak[here], safe[here] = record.peak_bytes, repeated_bytes(record, cuda=problem.place.cuda)
@@ -137,6 +137,15 @@ def repeated_bytes(record: Record, *, cuda: bool) -> int:
     growth_bytes = record.peak_bytes - (record.runtime_bytes or 0)
     share = REPEAT["cuda" if cuda else record.candidate.allocator or "steady"]
     return record.peak_bytes + round(share * growth_bytes) + REPEAT_BYTES
+
+
+def _no_smaller(record: Record, rows: Any, candidates: Candidates, prediction: Prediction) -> Any:
+    """What should peak no lower than a candidate that did not fit, in the same setting."""
+    if not rows.any():
+        return rows
+    return rows_like(candidates, record.candidate, [*SETTING]) & (
+        prediction.peak_bytes >= prediction.peak_bytes[rows].max()
+    )
 
 
 def _to_blame(record: Record) -> list[str]:

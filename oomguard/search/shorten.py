@@ -18,8 +18,8 @@ def shorten(spec: Spec, candidate: Candidate, steps: int, *, fewer: bool = True)
     >>> short.seq, candidate.segments
     (400, 4)
     >>> short, candidate = shorten(spec, make_candidate(spec, segments=99), 450)
-    >>> short.seq, candidate.segments  # pieces of 102 and, at the end, of 4 steps
-    (310, 4)
+    >>> short.seq, candidate.segments  # pieces of 102 and, at the end, of 99 steps
+    (405, 4)
     """
     steps = max(1, min(steps, spec.steps))
     if steps == spec.steps:
@@ -31,10 +31,10 @@ def shorten(spec: Spec, candidate: Candidate, steps: int, *, fewer: bool = True)
         short, last = piece, spec.steps - (-(-spec.steps // piece) - 1) * piece  # the last piece may be shorter
         if steps < pieces * piece:
             short = last = max(1, steps // pieces)
-        steps = (pieces - 1) * short + last
+        steps = (pieces - 1) * short + max(last, short - pieces + 1)  # or the pieces would come out shorter
     shorter = with_steps(spec, steps)
     window = candidate.window if candidate.window is None else min(candidate.window, steps)
-    knobs = msgspec.structs.asdict(candidate) | {"segments": pieces, "window": window}
+    knobs = msgspec.structs.asdict(candidate) | {"segments": min(pieces, steps), "window": window}
     return shorter, make_candidate(shorter, **knobs)
 
 

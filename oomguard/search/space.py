@@ -171,6 +171,8 @@ Shape = tuple[int, bool, int, int | None]
 
 def shapes(spec: Spec, space: Space) -> list[Shape]:
     """The ways of going through a sequence."""
+    # what the user fixed for long sequences goes as far as it can for the short ones of a bucket
+    fixed = {name: min(value, spec.steps) if _is_length(name, value) else value for name, value in space.fixed.items()}
     found: list[Shape] = [(1, True, 1, None)]
     if space.pieces:
         for count in segment_counts(spec.steps):
@@ -183,7 +185,11 @@ def shapes(spec: Spec, space: Space) -> list[Shape]:
             found += [(4**power, False, 1, None) for power in range(1, 15) if 4**power <= spec.steps // 8]
     if space.windows:
         found += [(1, True, 1, 2**n) for n in range(5, 31) if SHORTEST_WINDOW <= 2**n < spec.steps]
-    return [one for one in found if _agrees(one, space.fixed)] or [_fixed_shape(space.fixed)]
+    return [one for one in found if _agrees(one, fixed)] or [_fixed_shape(fixed)]
+
+
+def _is_length(name: str, value: Any) -> bool:
+    return name in ("segments", "window") and value is not None
 
 
 def _agrees(shape: Shape, fixed: dict[str, Any]) -> bool:

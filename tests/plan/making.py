@@ -98,6 +98,6 @@ EVERY: dict[str, Callable[[], Plan]] = {
     "fronted": fronted,
     "interrupted": lambda: measured(ended="interrupted"),
     "unrun": lambda: measured(record=None),
-    "exports": lambda: measured(exports={"PYTORCH_ALLOC_CONF": "expandable_segments:True", "ODD": "a b"}),
+    "exports": lambda: measured(exports={"PYTORCH_ALLOC_CONF": "expandable_segments:True", "MALLOC_ODD_": "a b"}),
 }
 """Each kind of plan."""

@@ -59,7 +59,7 @@ def make(problem: Problem, records: list[Record], allow: tuple[str, ...] = ("pre
 
 
 def exports(candidate: Candidate) -> dict[str, str]:
-    return {"OF": str(candidate.allocator)}
+    return {"MALLOC_OF_": str(candidate.allocator)}
 
 
 @cache

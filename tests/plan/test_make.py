@@ -79,7 +79,7 @@ def test_plain_fits_where_there_is_room_and_does_not_where_there_is_not() -> Non
 @each
 def test_the_exports_are_those_of_the_candidate(name: str) -> None:
     plan = searched(name)[2]
-    assert plan.exports == {"OF": str(plan.candidate.allocator)}
+    assert plan.exports == {"MALLOC_OF_": str(plan.candidate.allocator)}
 
 
 # lossy knobs

@@ -398,7 +398,7 @@ def test_a_place_that_cannot_be_written_is_told(tmp_path: Path, name: str) -> No
 def test_nothing_in_a_plan_is_executed(tmp_path: Path, path: Path) -> None:
     code = f"__import__('pathlib').Path({str(tmp_path / 'ran')!r}).touch()"
     plan = measured(
-        exports={"X": f"$(touch {tmp_path}/ran)", "Y": code},
+        exports={"MALLOC_X_": f"$(touch {tmp_path}/ran)", "MALLOC_Y_": code},
         ended=code,
         environment=msgspec.structs.replace(measured().environment, system=code, title="{0.__class__}", driver=code),
     )
@@ -412,3 +412,9 @@ def test_nothing_in_a_plan_is_executed(tmp_path: Path, path: Path) -> None:
 
 def test_the_public_names_are_these() -> None:
     assert oomguard.load_plan is load_plan
+
+
+def test_a_plan_that_exports_more_than_settings_of_an_allocator_is_refused(path: Path) -> None:
+    save_plan(measured(exports={"LD_PRELOAD": "evil.so"}), path)
+    with pytest.raises(MisuseError, match="exports more than the settings of an allocator"):
+        load_plan(path)

@@ -203,7 +203,7 @@ def test_a_plan_without_fallbacks_says_so() -> None:
 
 def test_exports_are_lines_for_the_shell() -> None:
     start = titled(EVERY["exports"](), "Start")
-    assert start.lines == ("export PYTORCH_ALLOC_CONF=expandable_segments:True", "export ODD='a b'")
+    assert start.lines == ("export PYTORCH_ALLOC_CONF=expandable_segments:True", "export MALLOC_ODD_='a b'")
 
 
 SHORT = Shortfall(
