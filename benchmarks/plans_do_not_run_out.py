@@ -34,13 +34,13 @@ from oomguard.spec import Spec
 from oomguard.units import MIB
 
 COUNT, STEPS = 30, 20
-SEARCH: dict[str, Any] = {"timeout": 40, "max_probes": 6, "threads": 1}
+SEARCH: dict[str, Any] = {"timeout": 20, "max_probes": 4, "threads": 1}
 POLL_SECONDS = 0.01
 LEAST_BYTES, MOST_BYTES = 360 * MIB, 1200 * MIB
 """Budgets."""
 LEAST_HARD = 1 / 3
-MOST_OPERATIONS = 4e10
-"""Of a step, so that it takes no more than about 3 s."""
+MOST_OPERATIONS = 1.5e10
+"""Of a step, so that it takes no more than about a second."""
 WIDTHS = (66, 8, 12, 6, 6, 9, 8)
 
 

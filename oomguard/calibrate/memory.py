@@ -14,9 +14,9 @@ KNOWN = ("runtime", "weights", "optimizer", "input")
 """Terms that are what tensors weigh: a probe measures them apart from the rest, and nothing corrects them."""
 SIGMAS = 2.0
 """The margin, in standard deviations of the rest."""
-ERROR_BYTES = {"cpu": 2 * MIB, "cuda": 20 * MIB}
-"""What a measured peak errs by, whatever its size: pages that come and go; a segment of PyTorch's allocator (20 MiB,
-CUDACachingAllocator.cpp, kMinLargeAlloc and kLargeBuffer, torch 2.13)."""
+ERROR_BYTES = {"cpu": 2 * MIB, "cuda": 8 * MIB}
+"""What a measured peak errs by, whatever its size: pages that come and go; part of a segment of PyTorch's allocator (20
+MiB, CUDACachingAllocator.cpp, kLargeBuffer, torch 2.13)."""
 FLOOR_BYTES = {"cpu": 3 * MIB, "cuda": 24 * MIB}
 """The least margin."""
 REPEAT = {"steady": 0.012, "plain": 0.2, "cuda": 0.01}
@@ -30,8 +30,10 @@ ONE_PASS = 0.04
 """The same, if PyTorch's own kernels went through one pass only: the heap is not yet as it will be."""
 SLOPES = (0.04, 0.04, 0.012, 0.012)
 """How much pieces, chunks, a doubling of the rest and a doubling of the microbatch usually change the ratio."""
-SHAPE = {"steady": 0.006, "plain": 0.03, "cuda": 0.025}
+SHAPE = {"steady": 0.006, "plain": 0.03, "cuda": 0.05}
 """By how much a microbatch with its pieces usually differs from what the effects explain, always in the same way."""
+FEW = 4
+"""Segments that half as long sequences are gone through in too."""
 
 Knobs = Candidate | Candidates
 
@@ -56,9 +58,10 @@ def features(knobs: Knobs, rest: Any) -> Any:
 def shapes(spec: Spec, knobs: Knobs) -> Any:
     """A number for the microbatch and its pieces: the same for a candidate and for its shorter versions.
 
-    Segments are known by their length, chunks (of which all stay) by their number.
+    Segments are known by their length, a few of them and chunks (of which all stay) by their number.
     """
-    length = np.where(np.asarray(knobs.recompute), piece_of(spec, knobs), np.asarray(knobs.segments))
+    many = np.asarray(knobs.recompute) & np.greater(knobs.segments, FEW)
+    length = np.where(many, piece_of(spec, knobs), -np.asarray(knobs.segments))
     pieces = np.where(np.greater(knobs.segments, 1), length, 0)
     bits = [np.asarray(knobs.recompute), np.asarray(knobs.offload), np.asarray(knobs.keep) == "host"]
     number = np.asarray(knobs.microbatch, dtype=np.int64) * (1 << 31) + pieces

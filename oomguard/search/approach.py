@@ -73,7 +73,7 @@ def halfway(known: Known, view: Screened, row: int) -> Probe | None:
     if (
         not near
         or expected.margin_bytes <= CLOSE * growth_bytes
-        or 3 * view.longest[row] >= view.spec.steps
+        or 2 * view.longest[row] >= view.spec.steps
         or float(view.expected[row]) / passes / 2 > known.confirm_seconds / 4
     ):
         return None

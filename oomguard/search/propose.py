@@ -29,7 +29,7 @@ MUCH = 0.15
 OPTIMISM = 0.6
 """How many standard deviations faster than expected something unknown may be."""
 MOST_STEPS, BOLD = 3, 0.6
-"""Probes near the largest; and the part of the margin that the last of them keeps to."""
+"""Probes near the largest; and the part of the margin that the last ones keep to."""
 
 
 def propose(known: Known) -> Probe | None:
@@ -123,20 +123,25 @@ def _largest(known: Known, aim: str) -> Probe | None:
     """Calibrate small, then go to the predicted border, until that moves by no more than 1 %."""
     sizes = [one.candidate.microbatch if aim == "microbatch" else one.spec.steps for one in known.records]
     near = sum(2 * one > max(sizes) for one in sizes if one > min(sizes))
-    # a probe may go into the margin, once two have been near: what is taken must fit by its own record
-    caution = 1.0 if near < MOST_STEPS - 1 or known.problem.place.cuda else BOLD
-    view, row = largest(known.problem, known.records, aim, caution)
+    view, row = largest(known.problem, known.records, aim)
     if row is None:
         return _try_smallest(known, view)
     if not of_kinds(view, {kind_of(one) for one in known.measured})[row]:
         return small(known, view, row)
-    size = view.spec.steps if aim == "seq" else int(np.broadcast_to(view.candidates.microbatch, len(view.fits))[row])
     best = _largest_run(known, view, aim)
-    if size <= (1 + WORTH / 2) * best or (best and near >= MOST_STEPS):
+    if _size(view, row, aim) <= (1 + WORTH / 2) * best and near < MOST_STEPS and not known.problem.place.cuda:
+        # the border is reached: one probe may go into its margin, since what is taken must fit by its own record
+        view, row = largest(known.problem, known.records, aim, BOLD)
+    if row is None or _size(view, row, aim) <= (1 + WORTH / 2) * best or (best and near >= MOST_STEPS):
         return None
     if known.problem.place.cuda:  # what the allocator reserves is less regular than what a process touches
         return confirm(known, view, row)
     return short(known, view, row, "confirm", known.confirm_seconds)
+
+
+def _size(view: Screened, row: int, aim: str) -> int:
+    """What is to be as large as possible."""
+    return view.spec.steps if aim == "seq" else view.candidates[row].microbatch
 
 
 def largest(problem: Problem, records: Sequence[Record], aim: str, caution: float = 1.0) -> tuple[Screened, int | None]:
