@@ -27,7 +27,7 @@ format: .venv/dev.stamp
 
 # Measures 20 new rows, up to a minute and a half each, then compares. The last five, about searches and plans, take
 # more than an hour together; each can be run by itself, and smaller (see --help).
-bench: .venv/dev.stamp
+bench: .venv/bench.stamp
 	$(PY) benchmarks/estimate_starts_fast.py
 	$(PY) benchmarks/a_million_take_a_second.py
 	$(PY) benchmarks/a_million_steps_fit.py
@@ -51,8 +51,12 @@ clean:
 
 .venv/dev.stamp: $(PY) pyproject.toml constraints.txt
 	@echo 'Installing oomguard and what its tests need into .venv (the first time it fetches PyTorch, which takes a while)'
-	@$(PIP) -e '.[dev,bench]'
+	@$(PIP) -e '.[dev]'
 	@touch .venv/demo.stamp .venv/dev.stamp
+
+.venv/bench.stamp: .venv/dev.stamp
+	@$(PIP) -e '.[dev,bench]'
+	@touch .venv/bench.stamp
 
 $(PY):
 	@for python in "$(PYTHON)" python3; do \
