@@ -5,14 +5,20 @@ relies on it.
 """
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
 
 try:
     import fcntl
 except ImportError:  # Windows: appends of one line each, without a lock
     fcntl = None  # type: ignore[assignment]
+
+Value = TypeVar("Value")
 
 
 def append_line(path: Path, line: bytes) -> None:
@@ -31,6 +37,31 @@ def read_lines(path: Path) -> tuple[list[bytes], bytes]:
     with opened(path, os.O_RDONLY) as file, open(file, "rb", closefd=False) as reader:
         *lines, torn = reader.read().split(b"\n")
     return lines, torn
+
+
+def read_values(path: Path, kind: type[Value]) -> list[Value]:
+    """All values of a file of JSON lines, the first first; none if there is no file.
+
+    A line that cannot be read is left out, with a warning that names it.
+    """
+
+    def warn(number: int, why: str) -> None:
+        warnings.warn(f"{path}, line {number} could not be read ({why}); it is left out.", stacklevel=4)
+
+    try:
+        lines, torn = read_lines(path)
+    except FileNotFoundError:
+        return []
+    found: list[Value] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            if line.strip():
+                found.append(msgspec.json.decode(line, type=kind))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            warn(number, str(error))
+    if torn.strip():
+        warn(len(lines) + 1, "its end is missing")
+    return found
 
 
 def replace_content(path: Path, content: bytes) -> None:

@@ -70,12 +70,13 @@ def train(training: Training, first: int, last: int) -> None:
         tokens = torch.randint(0, 7, (STEPS, ROWS), generator=generator)
         inputs = tokens if spec.vocab else torch.randn(STEPS, ROWS, 3, generator=generator)
         targets = tokens if spec.vocab else inputs[..., :1]
-        step(training, [Microbatch(inputs, targets)], tokens.numel(), clip=1.0)
+        batch = Microbatch(inputs.to(training.model.device), targets.to(training.model.device))
+        step(training, [batch], tokens.numel(), clip=1.0)
 
 
-def begun(spec: Spec = PLAIN, seed: int = 0, **knobs: Any) -> Training:
+def begun(spec: Spec = PLAIN, seed: int = 0, device: str = "cpu", **knobs: Any) -> Training:
     torch.manual_seed(seed)
-    return prepare(spec, make_candidate(spec, **knobs), lr=1e-2)
+    return prepare(spec, make_candidate(spec, **knobs), device, lr=1e-2)
 
 
 def after(steps: int, spec: Spec = PLAIN, **knobs: Any) -> Training:
@@ -96,8 +97,10 @@ def bits(training: Training) -> dict[str, bytes]:
     for number, parameter in enumerate(training.model.parameters()):
         found |= {f"{number} {key}": value for key, value in training.optimizer.state.get(parameter, {}).items()}
     found["random"] = torch.get_rng_state()
+    if training.model.device.type == "cuda":
+        found["random of the card"] = torch.cuda.get_rng_state(training.model.device)
     dense = {k: v.to_dense() if isinstance(v, Tensor) else torch.tensor(v) for k, v in found.items()}
-    return {key: str(value.dtype).encode() + value.numpy().tobytes() for key, value in dense.items()}
+    return {key: str(value.dtype).encode() + value.cpu().numpy().tobytes() for key, value in dense.items()}
 
 
 def goes_on_alike(directory: Path, spec: Spec, **knobs: Any) -> bool:
@@ -572,3 +575,30 @@ def test_a_tensor_in_host_memory_is_written_from_where_it_is() -> None:
     assert [np.frombuffer(piece, np.uint8).ctypes.data for piece in pieces] == [
         tensor.data_ptr() for tensor in tensors.values()
     ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", KNOBS)
+def test_on_a_card_everything_comes_back_where_the_optimizer_wants_it(tmp_path: Path, name: str) -> None:
+    training = after(2, device="cuda", **KNOBS[name])
+    save(tmp_path, training, {"step": 2})
+    saved, places = bits(training), places_of(training)
+    anew = after(1, device="cuda", **KNOBS[name])
+    restore(loaded(tmp_path), anew)
+    assert bits(anew) == saved
+    assert places_of(anew) == places
+    train(anew, 2, 3)
+
+
+def places_of(training: Training) -> list[str]:
+    """Where the optimizer keeps what it keeps."""
+    return [f"{key} {value.device}" for kept in training.optimizer.state.values() for key, value in kept.items()]
+
+
+@pytest.mark.gpu
+def test_what_was_saved_on_a_card_goes_on_without_one(tmp_path: Path) -> None:
+    save(tmp_path, after(2, device="cuda"), {"step": 2})
+    training = begun()
+    restore(loaded(tmp_path), training)
+    train(training, 2, 3)
+    assert {value.split()[1] for value in places_of(training)} == {"cpu"}

@@ -5,13 +5,12 @@ line; the next one ends it, and readers drop it with a warning.
 """
 
 import os
-import warnings
 from pathlib import Path
 
 import msgspec
 
 from oomguard.errors import MisuseError
-from oomguard.files import append_line, opened, read_lines
+from oomguard.files import append_line, opened, read_values
 from oomguard.probe.record import Record
 
 RECORDS = "records.jsonl"
@@ -38,25 +37,9 @@ class Ledger:
     def read(self) -> list[Record]:
         """All records, the first first. A line that cannot be read is left out, with a warning that names it."""
         try:
-            lines, torn = read_lines(self.path)
-        except FileNotFoundError:
-            return []
+            return read_values(self.path, Record)
         except OSError as error:
             raise self._misuse(error) from None
-        found = [self._decoded(line, number) for number, line in enumerate(lines, start=1) if line.strip()]
-        if torn.strip():
-            self._warn(len(lines) + 1, "its end is missing")
-        return [record for record in found if record is not None]
-
-    def _decoded(self, line: bytes, number: int) -> Record | None:
-        try:
-            return msgspec.json.decode(line, type=Record)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            self._warn(number, str(error))
-            return None
-
-    def _warn(self, number: int, why: str) -> None:
-        warnings.warn(f"{self.path}, line {number}: no record could be read ({why}); it is left out.", stacklevel=3)
 
     def _misuse(self, error: OSError) -> MisuseError:
         return MisuseError(
