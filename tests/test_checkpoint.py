@@ -1,13 +1,8 @@
-"""Checkpoints: a training goes on bit for bit, and neither a kill, a full disk nor a bad byte loses what was saved."""
+"""Checkpoints: a training goes on bit for bit, and what was saved with it comes back."""
 
-import errno
-import os
-import random
 import shutil
 import subprocess
 import sys
-import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,29 +12,17 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from trainings import PLAIN, STEPS, after, begun, bits, loaded, spec_of, train
 
-from oomguard.bptt import Microbatch
-from oomguard.candidate import make_candidate
-from oomguard.checkpoint import Checkpoint, load, load_weights, restore, save
-from oomguard.checkpoint.tensors import packed, sum_of
+from oomguard.checkpoint import load, load_weights, restore, save
+from oomguard.checkpoint.tensors import packed
 from oomguard.errors import MisuseError
 from oomguard.model import build
 from oomguard.spec import Spec
-from oomguard.step import Training, prepare, step
+from oomguard.step import Training
 
-STEPS, ROWS = 5, 4
-FILES = ("tensors.safetensors", "facts.json", "checksums.json")
 OPTIMIZERS = ("sgd", "sgd-momentum", "adam", "adamw", "rmsprop", "adagrad", "adafactor")
 ROOT = str(Path(__file__).parents[1])
-
-
-def spec_of(**more: Any) -> Spec:
-    given: dict[str, Any] = {"cell": "gru", "seq": STEPS, "vocab": 7, "hidden": 4, "dropout": 0.3, "batch": ROWS}
-    return Spec(**given | more)
-
-
-PLAIN = spec_of()
 SPECS = {
     **{name: spec_of(optimizer=name) for name in OPTIMIZERS},
     "features": spec_of(vocab=None, features=3, dropout=0.0),
@@ -60,47 +43,6 @@ KNOBS: dict[str, dict[str, Any]] = {
     "loop": {"update": "loop"},
     "offload": {"offload": True},
 }
-
-
-def train(training: Training, first: int, last: int) -> None:
-    """Optimizer steps on data that depends on the number of the step alone."""
-    spec = training.model.spec
-    for number in range(first, last):
-        generator = torch.Generator().manual_seed(number)
-        tokens = torch.randint(0, 7, (STEPS, ROWS), generator=generator)
-        inputs = tokens if spec.vocab else torch.randn(STEPS, ROWS, 3, generator=generator)
-        targets = tokens if spec.vocab else inputs[..., :1]
-        batch = Microbatch(inputs.to(training.model.device), targets.to(training.model.device))
-        step(training, [batch], tokens.numel(), clip=1.0)
-
-
-def begun(spec: Spec = PLAIN, seed: int = 0, device: str = "cpu", **knobs: Any) -> Training:
-    torch.manual_seed(seed)
-    return prepare(spec, make_candidate(spec, **knobs), device, lr=1e-2)
-
-
-def after(steps: int, spec: Spec = PLAIN, **knobs: Any) -> Training:
-    training = begun(spec, **knobs)
-    train(training, 0, steps)
-    return training
-
-
-def loaded(directory: Path) -> Checkpoint:
-    found = load(directory)
-    assert found is not None
-    return found
-
-
-def bits(training: Training) -> dict[str, bytes]:
-    """Everything that a step changes, to compare to the last bit."""
-    found: dict[str, Any] = {name: value.detach() for name, value in training.model.named_parameters()}
-    for number, parameter in enumerate(training.model.parameters()):
-        found |= {f"{number} {key}": value for key, value in training.optimizer.state.get(parameter, {}).items()}
-    found["random"] = torch.get_rng_state()
-    if training.model.device.type == "cuda":
-        found["random of the card"] = torch.cuda.get_rng_state(training.model.device)
-    dense = {k: v.to_dense() if isinstance(v, Tensor) else torch.tensor(v) for k, v in found.items()}
-    return {key: str(value.dtype).encode() + value.cpu().numpy().tobytes() for key, value in dense.items()}
 
 
 def goes_on_alike(directory: Path, spec: Spec, **knobs: Any) -> bool:
@@ -127,15 +69,21 @@ def test_a_restored_training_goes_on_bit_for_bit_however_it_is_run(tmp_path: Pat
     assert goes_on_alike(tmp_path, PLAIN, **KNOBS[name])
 
 
+def test_a_checkpoint_is_read_in_parts_if_it_is_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oomguard.checkpoint.resume._MAPPED_BYTES", 100)
+    assert goes_on_alike(tmp_path, PLAIN)
+
+
 def test_another_process_goes_on_bit_for_bit(tmp_path: Path) -> None:
     training = after(2)
     save(tmp_path, training, {"step": 2})
     train(training, 2, 4)
     code = (
         f"import sys; sys.path[:0] = [{ROOT!r}, {ROOT + '/tests'!r}]\n"
-        "import test_checkpoint as t; from pathlib import Path; directory = Path(sys.argv[1])\n"
-        "training = t.begun(seed=5); t.restore(t.loaded(directory), training); t.train(training, 2, 4)\n"
-        "t.save(directory, training, {'step': 4})"
+        "import trainings as t; from oomguard.checkpoint import restore, save; from pathlib import Path\n"
+        "directory, training = Path(sys.argv[1]), t.begun(seed=5)\n"
+        "restore(t.loaded(directory), training); t.train(training, 2, 4)\n"
+        "save(directory, training, {'step': 4})"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=100)
     anew = begun(seed=7)
@@ -276,242 +224,6 @@ def test_where_nothing_was_saved_nothing_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
     assert load(tmp_path) is None
     assert load(tmp_path / "nowhere") is None
-
-
-def two_saved(directory: Path) -> list[Path]:
-    return [save(directory, begun(), {"step": number}) for number in (1, 2)]
-
-
-def flipped(file: Path, place: int) -> None:
-    content = bytearray(file.read_bytes())
-    content[place] ^= 1 << (place % 8)
-    file.write_bytes(content)
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path, name: str) -> None:
-    first, second = two_saved(tmp_path)
-    size = (second / name).stat().st_size
-    for place in range(0, size, 1 + size // 100):
-        flipped(second / name, place)
-        with pytest.warns(UserWarning, match="step-00000002"):
-            found = loaded(tmp_path)
-        assert found.path == first
-        flipped(second / name, place)
-    assert loaded(tmp_path).path == second
-
-
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("kept", [0, 1, 100, -1])
-def test_a_file_that_was_cut_off_is_found(tmp_path: Path, name: str, kept: int) -> None:
-    first, second = two_saved(tmp_path)
-    (second / name).write_bytes((second / name).read_bytes()[:kept])
-    with pytest.warns(UserWarning, match=r"save-0002/(facts|tensors|checksums)\..*look"):
-        found = loaded(tmp_path)
-    assert found.path == first
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_file_that_is_missing_is_named(tmp_path: Path, name: str) -> None:
-    first, second = two_saved(tmp_path)
-    (second / name).unlink()
-    with pytest.warns(UserWarning, match=rf"{name}: it cannot be read \(No such file"):
-        found = loaded(tmp_path)
-    assert found.path == first
-
-
-def test_a_format_of_another_version_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, begun(), {"step": 1})
-    monkeypatch.setattr("oomguard.checkpoint.store.VERSION", 2)
-    path = save(tmp_path, begun(), {"step": 2})
-    monkeypatch.undo()
-    with pytest.warns(UserWarning, match=rf"{path.name}/facts\.json: its format is version 2"):
-        assert loaded(tmp_path).step == 1
-
-
-def test_if_all_are_damaged_it_is_told(tmp_path: Path) -> None:
-    for path in two_saved(tmp_path):
-        flipped(path / "tensors.safetensors", 1000)
-    with pytest.warns(UserWarning, match="checksum"), pytest.raises(MisuseError, match=r"all 2 in .* are damaged"):
-        load(tmp_path)
-
-
-def test_saving_goes_on_after_a_damaged_one(tmp_path: Path) -> None:
-    _, second = two_saved(tmp_path)
-    flipped(second / "tensors.safetensors", 1000)
-    third = save(tmp_path, begun(), {"step": 2})
-    assert loaded(tmp_path).path == third
-
-
-in_a_fork = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-"""Later versions of Python warn of a fork beside threads; the child here neither waits for any nor lives long."""
-
-CALLS = ("open", "write", "fsync", "close", "mkdir", "replace", "unlink", "rmdir")
-"""All that changes a disk, or puts it there."""
-
-
-def interrupted(monkeypatch: pytest.MonkeyPatch, at: int, stop: Callable[[], None]) -> list[str]:
-    """From now on, the at-th of those calls stops (half of its bytes written); returns the calls so far."""
-    made: list[str] = []
-
-    def patched(name: str) -> Callable[..., Any]:
-        real = getattr(os, name)
-
-        def call(*args: Any, **more: Any) -> Any:
-            made.append(name)
-            if len(made) == at + 1:
-                if name == "write":
-                    real(args[0], args[1][: len(args[1]) // 2])
-                stop()
-            return real(*args, **more)
-
-        return call
-
-    for name in CALLS:
-        monkeypatch.setattr(os, name, patched(name))
-    return made
-
-
-def counted(directory: Path, training: Training) -> list[str]:
-    """The calls that one more save makes."""
-    with pytest.MonkeyPatch.context() as patch:
-        made = interrupted(patch, 10**9, lambda: None)
-        save(directory, training, {"step": 3}, keep=2)
-    return made
-
-
-def killed_while_saving(directory: Path, training: Training, at: int, steps: range = range(3, 4)) -> list[int]:
-    """The steps that a process had saved when it was gone, without a chance to clean up, at the at-th such call."""
-    told, tell = os.pipe()
-    real_write, child = os.write, os.fork()
-    if not child:
-        try:
-            interrupted(pytest.MonkeyPatch(), at, lambda: os._exit(0))
-            for number in steps:
-                save(directory, training, {"step": number}, keep=2)
-                real_write(tell, bytes([number]))
-        finally:
-            os._exit(0)
-    os.close(tell)
-    os.waitpid(child, 0)
-    with open(told, "rb") as pipe:
-        return [*pipe.read()]
-
-
-@in_a_fork
-def test_a_kill_at_any_call_of_a_save_leaves_the_old_or_the_new(tmp_path: Path) -> None:
-    training, saved = begun(), tmp_path / "saved"
-    for number in (1, 2):
-        save(saved, training, {"step": number}, keep=2)
-    calls = len(counted(shutil.copytree(saved, tmp_path / "counted"), training))
-    steps, left = [], 0
-    for at in range(calls + 1):
-        here = shutil.copytree(saved, tmp_path / str(at))
-        assert killed_while_saving(here, training, at) == ([] if at < calls else [3])
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # no half checkpoint ever bears a name
-            steps.append(loaded(here).step)
-        left += any(path.name.startswith(".") for path in here.iterdir())
-        save(here, training, {"step": 4}, keep=2)
-        assert loaded(here).step == 4
-        assert len(list(here.iterdir())) == 2  # what the kill left is gone
-    assert steps == sorted(steps)
-    assert {*steps} == {2, 3}
-    assert left > calls // 2
-
-
-@in_a_fork
-def test_a_kill_in_the_first_save_of_all_leaves_nothing_or_the_new(tmp_path: Path) -> None:
-    training, found = begun(), []
-    for at in range(len(counted(tmp_path / "counted", training))):
-        assert killed_while_saving(tmp_path / str(at), training, at) == []
-        found.append(load(tmp_path / str(at)))
-        save(tmp_path / str(at), training, {"step": 4})
-        assert loaded(tmp_path / str(at)).step == 4
-    assert [one is not None for one in found] == sorted(one is not None for one in found)
-
-
-@in_a_fork
-def test_a_kill_at_random_loses_no_save_that_had_ended(tmp_path: Path) -> None:
-    training, chosen = begun(), random.Random(5)
-    first = len(counted(tmp_path / "counted", training))
-    for number in range(20):
-        here = tmp_path / str(number)
-        done = killed_while_saving(here, training, chosen.randrange(first, 6 * first), range(1, 9))
-        assert loaded(here).step in (done[-1], done[-1] + 1)
-
-
-def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path: Path) -> None:
-    save(tmp_path, begun(), {"step": 1})
-    made = [name for name in counted(tmp_path, begun()) if name in ("write", "fsync", "replace")]
-    text = " ".join(made).replace("write " * (made.index("fsync") - 1), "")
-    assert text == "write fsync write fsync write fsync fsync replace fsync"  # 3 files, the directory, its name, home
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
-def test_a_disk_that_fails_is_told_and_costs_nothing_that_was_saved(tmp_path: Path, code: int) -> None:
-    def fail() -> None:
-        raise OSError(code, os.strerror(code))
-
-    training, saved = begun(), tmp_path / "saved"
-    save(saved, training, {"step": 1})
-    for at in range(counted(shutil.copytree(saved, tmp_path / "counted"), training).index("replace")):
-        with pytest.MonkeyPatch.context() as patch:
-            interrupted(patch, at, fail)
-            with pytest.raises(MisuseError, match=os.strerror(code)):
-                save(saved, training, {"step": 2})
-        assert loaded(saved).step == 1
-        assert len(list(saved.iterdir())) == 1
-
-
-def test_a_full_disk_comes_with_the_room_that_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "write", fail)
-    with pytest.raises(MisuseError, match=r"No space left.*Make room for \d.*KiB"):
-        save(tmp_path, begun(), {"step": 1})
-
-
-def test_an_old_one_that_cannot_be_removed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
-
-    training, saved = begun(), tmp_path / "saved"
-    for number in (1, 2):
-        save(saved, training, {"step": number})
-    calls = counted(shutil.copytree(saved, tmp_path / "counted"), training)
-    interrupted(monkeypatch, len(calls) - 1 - calls[::-1].index("replace"), fail)
-    with pytest.warns(UserWarning, match="save-0001: an old checkpoint could not be removed"):
-        save(saved, training, {"step": 3}, keep=2)
-    assert loaded(saved).step == 3
-
-
-@pytest.mark.parametrize("directory", ["/proc/nobody/writes/here", "/dev/null"])
-def test_a_directory_that_cannot_be_written_is_refused(directory: str) -> None:
-    with pytest.raises(MisuseError, match="cannot be"):
-        save(directory, begun(), {"step": 1})
-
-
-def test_a_file_in_the_place_of_a_directory_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(MisuseError, match="Not a directory"):
-        load(tmp_path / "file")
-
-
-def test_one_that_is_removed_while_it_is_read_gives_way_to_its_successor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training, real = begun(), sum_of
-    save(tmp_path, training, {"step": 1}, keep=1)
-
-    def slow(path: Path) -> Any:
-        monkeypatch.undo()
-        save(tmp_path, training, {"step": 2}, keep=1)
-        return real(path)
-
-    monkeypatch.setattr("oomguard.checkpoint.store.sum_of", slow)
-    assert loaded(tmp_path).step == 2
 
 
 @pytest.mark.parametrize(

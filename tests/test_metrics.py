@@ -230,8 +230,8 @@ def test_tensorboard_forgets_what_came_after_a_step_too(tmp_path: Path) -> None:
             metrics.write(step, loss=step)
     with Metrics(tmp_path, ["loss"], tensorboard=True) as metrics:
         metrics.rewind(3)
-        metrics.write(4, loss=40.0)
-    assert scalars(tmp_path) == {"loss": {1: 1.0, 2: 2.0, 3: 3.0, 4: 40.0}}
+        metrics.write(6, loss=60.0)
+    assert scalars(tmp_path) == {"loss": {1: 1.0, 2: 2.0, 3: 3.0, 6: 60.0}}
 
 
 def test_after_a_flush_tensorboard_shows_it_all(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ Nothing is pickled: tensors are in safetensors, the rest in JSON. Tensors go to 
 so neither direction needs room for a second model.
 """
 
-from oomguard.checkpoint.restore import load_weights, restore
+from oomguard.checkpoint.resume import load_weights, restore
 from oomguard.checkpoint.store import Checkpoint, load, save
 
 __all__ = ["Checkpoint", "load", "load_weights", "restore", "save"]

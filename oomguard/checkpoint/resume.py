@@ -1,23 +1,25 @@
 """From a checkpoint back to a training, or to a model."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from oomguard.checkpoint.state import Read, put, put_weights, weights
+from oomguard.checkpoint.state import put, put_weights, weights
 from oomguard.checkpoint.store import TENSORS, Checkpoint, load
 from oomguard.checks import flag, shown
 from oomguard.errors import MisuseError
 from oomguard.model import Recurrent
 from oomguard.spec import Spec
 from oomguard.step import Training
+from oomguard.units import MIB
 
 _SHAPELESS = ("seq", "lengths", "batch", "optimizer", "loss", "packed", "batch_first", "sparse_embedding")
 """What of a spec the weights do not depend on."""
+_MAPPED_BYTES = 32 * MIB
+"""Read so much, then open the file anew."""
 
 
 def restore(checkpoint: Checkpoint, training: Training) -> None:
@@ -34,8 +36,7 @@ def restore(checkpoint: Checkpoint, training: Training) -> None:
             got=f"that was {state.optimizer} and this is {type(optimizer).__name__}",
             advice="Take the candidate that the checkpoint was made with, or start anew in another directory.",
         )
-    with _reader(checkpoint) as read:
-        put(training, state, read)
+    put(training, state, _Reader(checkpoint))
 
 
 def load_weights(source: Checkpoint | str | os.PathLike[str], model: Recurrent) -> Checkpoint:
@@ -50,37 +51,47 @@ def load_weights(source: Checkpoint | str | os.PathLike[str], model: Recurrent) 
             got=f"there is none in {source}",
             advice="Give the directory that a training has written to.",
         )
-    with _reader(found) as read:
-        try:
-            fits = all(read(name).shape == weight.shape for name, weight in weights(model).items())
-        except KeyError:
-            fits = False
-        if not fits:
-            raise _differs(found.spec, model.spec, besides=_SHAPELESS)
-        put_weights(model, read)
+    read = _Reader(found)
+    try:
+        fits = all(read(name).shape == weight.shape for name, weight in weights(model).items())
+    except KeyError:
+        fits = False
+    if not fits:
+        raise _differs(found.spec, model.spec, besides=_SHAPELESS)
+    put_weights(model, read)
     return found
 
 
-@contextmanager
-def _reader(checkpoint: Checkpoint) -> Iterator[Read]:
-    """Reads a tensor when it is asked for. KeyError: there is none of that name."""
-    try:
-        opened: Any = safe_open(checkpoint.path / TENSORS, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise MisuseError(
-            rule="A checkpoint must stay where it is until it is restored",
-            got=f"{checkpoint.path / TENSORS} cannot be read any more ({error})",
-            advice="Load the newest one again.",
-        ) from None
-    with opened as file:
-        names = set(file.keys())
+class _Reader:
+    """Reads a tensor when it is asked for. KeyError: there is none of that name.
 
-        def read(name: str) -> Any:
-            if name not in names:
-                raise KeyError(name)
-            return file.get_tensor(name)
+    What was read stays mapped, and so counts as resident, until the file is closed: it is opened anew every so often.
+    """
 
-        yield read
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._path = checkpoint.path / TENSORS
+        self._open()
+        self._names = {*self._file.keys()}
+
+    def __call__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        if self._read_bytes > _MAPPED_BYTES:
+            self._open()
+        found: Tensor = self._file.get_tensor(name)
+        self._read_bytes += found.nbytes
+        return found
+
+    def _open(self) -> None:
+        self._read_bytes = 0
+        try:
+            self._file: Any = safe_open(self._path, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise MisuseError(
+                rule="A checkpoint must stay where it is until it is restored",
+                got=f"{self._path} cannot be read any more ({error})",
+                advice="Load the newest one again.",
+            ) from None
 
 
 def _differs(old: Spec, new: Spec, besides: tuple[str, ...] = ()) -> MisuseError:
