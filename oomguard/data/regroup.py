@@ -1,0 +1,63 @@
+"""Rows of one series brought together, wherever they stood: out of core, by counting first and scattering then."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oomguard.data.cache import Appended
+from oomguard.data.source import CHUNK_ELEMENTS, Array, Ints, Mapped
+
+
+class Regrouped:
+    """The series of every row, on the disk, as numbers in the order in which series come up.
+
+    Only the ids themselves, each once, are in memory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.numbers: dict[Any, int] = {}
+        self.codes = Appended(path, np.int64, None)
+
+    def append(self, coded: tuple[Array, list[Any]]) -> None:
+        """Rows more: for each the place of its id in a list."""
+        places, ids = coded
+        numbers = [self.numbers.setdefault(one, len(self.numbers)) for one in ids]
+        self.codes.append(np.array(numbers, dtype=np.int64)[places])
+
+
+def regroup(groups: Regrouped, arrays: list[Mapped]) -> Ints:
+    """Order the rows of the arrays, in their files, by series; within one they stay in order. Returns the borders."""
+    with groups.codes:
+        pass  # all is written
+    codes, total = groups.codes.mapped(), len(groups.numbers)
+    counts, last, in_order = np.zeros(total, dtype=np.int64), 0, True
+    for _, block in codes.blocks():
+        counts += np.bincount(block, minlength=total)
+        in_order = in_order and block[0] >= last and bool((np.diff(block) >= 0).all())
+        last = int(block[-1])
+    borders = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    if not in_order:
+        for array in arrays:
+            _scatter(array, codes, borders[:-1].copy())
+    os.unlink(codes.path)
+    return borders
+
+
+def _scatter(array: Mapped, codes: Mapped, cursors: Ints) -> None:
+    """Write every row to the next free place of its series, a chunk at a time."""
+    path = array.path + ".grouped"
+    to = np.memmap(path, array.dtype, "w+", shape=array.shape)
+    width = array.shape[1] if len(array.shape) > 1 else 1
+    step = max(1, CHUNK_ELEMENTS // width)
+    for start in range(0, array.count, step):
+        block = codes.rows(start, min(step, array.count - start))
+        by_series = np.argsort(block, kind="stable")
+        present, firsts, counts = np.unique(block[by_series], return_index=True, return_counts=True)
+        ranks = np.arange(len(block)) - np.repeat(firsts, counts)
+        places = np.repeat(cursors[present], counts) + ranks
+        to[places] = array.rows(start, len(block))[by_series]
+        cursors[present] += counts
+    to.flush()
+    os.replace(path, array.path)

@@ -1,0 +1,133 @@
+"""What a source is: sequences that can be asked for one by one, in any order, from any process."""
+
+import os
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oomguard.errors import MisuseError
+
+Array = NDArray[Any]
+Ints = NDArray[np.int64]
+Pair = tuple[Array, Array]
+"""Inputs (steps x features in float32, or tokens in int64), and targets: for each step, or for the sequence."""
+
+
+class Source(Protocol):
+    """Sequences of some data. It can be pickled, or is inherited by a fork, without the data being copied."""
+
+    @property
+    def lengths(self) -> Ints:
+        """Steps of each sequence, in one array."""
+
+    @property
+    def truncated(self) -> int:
+        """How many sequences were cut to the spec's length."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Pair: ...
+
+    def describe(self) -> dict[str, Any]:
+        """Plain values for a checkpoint: what was read, how large it is, how many sequences it gives."""
+
+
+CHUNK_ELEMENTS = 1 << 20
+"""Elements of what is looked at together when a whole file is gone through."""
+
+
+class Mapped:
+    """An array in a file, mapped when it is first read, and in each process anew: only its path is pickled.
+
+    The first axis of `rows` counts all steps of all series, whatever the shape. An array in memory will do as well.
+    """
+
+    _STATE = ("path", "dtype", "shape", "offset", "order", "group", "unit", "_array")
+    __slots__ = (*_STATE, "__weakref__")
+
+    def __init__(self, path: str, dtype: Any, shape: tuple[int, ...], offset: int = 0, order: Any = "C") -> None:
+        self.path, self.dtype, self.shape, self.offset, self.order = path, np.dtype(dtype), shape, offset, order
+        self.group: int | None = None
+        self.unit = "row"
+        self._array: Array | None = None
+
+    @classmethod
+    def held(cls, array: Array, name: str = "the array") -> "Mapped":
+        """An array that is already there."""
+        made = cls(name, array.dtype, array.shape)
+        made._array = array
+        return made
+
+    def grouped(self, unit: str = "row") -> "Mapped":
+        """The same, with the first axis for series and the second for their steps."""
+        made = Mapped(self.path, self.dtype, self.shape, self.offset, self.order)
+        made._array, made.group, made.unit = self._array, self.shape[1], unit
+        return made
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether it can be opened again, elsewhere."""
+        return os.path.exists(self.path)
+
+    @property
+    def array(self) -> Array:
+        """The whole, as a map of the file."""
+        if self._array is None:
+            self._array = np.memmap(self.path, self.dtype, "r", self.offset, self.shape, self.order)
+        return self._array
+
+    @property
+    def count(self) -> int:
+        """Rows, of all series together."""
+        return self.shape[0] * (self.group or 1)
+
+    def rows(self, start: int, steps: int) -> Array:
+        """Some rows of one series: a view, nothing is read yet."""
+        if self.group is None:
+            return self.array[start : start + steps]
+        series, first = divmod(start, self.group)
+        return self.array[series, first : first + steps]
+
+    def blocks(self) -> Iterator[tuple[int, Array]]:
+        """All rows, a few at a time, each with the number of its first."""
+        width = int(np.prod(self.shape[2 if self.group else 1 :])) or 1
+        most, end = max(1, CHUNK_ELEMENTS // width), self.group or self.count
+        for series in range(self.shape[0] if self.group else 1):
+            for first in range(0, end, most):
+                yield series * end + first, self.rows(series * end + first, min(most, end - first))
+
+    def where(self, row: int, column: int | str | None = None) -> str:
+        """How a message names a place."""
+        if self.group is None:
+            place = f"{self.path}, {self.unit} {row:,}"
+        else:
+            place = f"{self.path}, sequence {row // self.group:,}, step {row % self.group:,}"
+        flat = len(self.shape) == (1 if self.group is None else 2)  # tokens, in no column
+        return place if column is None or flat else f"{place}, column {column}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {name: getattr(self, name) for name in self._STATE}
+        if self.on_disk:
+            state["_array"] = None  # np.memmap would pickle the data
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+def nothing_in(path: object) -> MisuseError:
+    """The error for data without a single sequence."""
+    return MisuseError(
+        rule="Data must have at least one step to learn from", got=f"{path} has none", advice="Give another file."
+    )
+
+
+def unreadable(path: object, error: Exception) -> MisuseError:
+    """The error for a file that cannot be opened, or is not what its name says."""
+    why = getattr(error, "strerror", None) or str(error)
+    return MisuseError(
+        rule="A data file must be whole and readable", got=f"{path} is not ({why})", advice="Check the file."
+    )
