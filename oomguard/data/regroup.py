@@ -1,7 +1,6 @@
 """Rows of one series brought together, wherever they stood: out of core, by counting first and scattering then."""
 
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,9 @@ class Regrouped:
     Only the ids themselves, each once, are in memory.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, codes: Appended) -> None:
         self.numbers: dict[Any, int] = {}
-        self.codes = Appended(path, np.int64, None)
+        self.codes = codes
 
     def append(self, coded: tuple[Array, list[Any]]) -> None:
         """Rows more: for each the place of its id in a list."""
@@ -28,9 +27,10 @@ class Regrouped:
 
 
 def regroup(groups: Regrouped, arrays: list[Mapped]) -> Ints:
-    """Order the rows of the arrays, in their files, by series; within one they stay in order. Returns the borders."""
-    with groups.codes:
-        pass  # all is written
+    """Order the rows of the arrays, in their files, by series; within one they stay in order. Returns the borders.
+
+    All of them must have been written and closed.
+    """
     codes, total = groups.codes.mapped(), len(groups.numbers)
     counts, last, in_order = np.zeros(total, dtype=np.int64), 0, True
     for _, block in codes.blocks():

@@ -157,11 +157,11 @@ def _convert(table: Table, columns: Columns, spec: Spec, id_column: str | None, 
     wanted += [] if id_column is None else [id_column]
     with ExitStack() as stack:
         writer = _Writer(table, columns, spec, home, stack)
-        groups = Regrouped(home / "codes") if id_column is not None else None
+        groups = None if id_column is None else Regrouped(stack.enter_context(Appended(home / "codes", np.int64, None)))
         try:
             for batch in _batches(table, wanted, id_column):
-                if groups is not None:
-                    groups.append(_ids(batch.column(id_column), table, writer.rows))
+                if groups is not None and id_column is not None:
+                    groups.append(_ids(batch, id_column, table, writer.rows))
                 writer.append(batch)
         except pa.ArrowException as error:
             raise _parse_error(table, wanted, str(error)) from None
@@ -222,17 +222,19 @@ class _Writer:
         return f"{self.table.path}, row {self.rows + row + self.table.first_row:,}, column {names[column]!r}"
 
 
-def _ids(column: pa.Array, table: Table, rows: int) -> tuple[Array, list[Any]]:
+def _ids(batch: pa.RecordBatch, column_name: str, table: Table, rows: int) -> tuple[Array, list[Any]]:
     """The ids of some rows as numbers, and what each number stands for."""
-    if column.null_count:
-        row = int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0]) + rows + table.first_row
-        raise MisuseError(
-            rule="Every row must say which series it belongs to",
-            got=f"{table.path}, row {row:,} has no id",
-            advice="Fill the column, or name another as --id.",
-        )
-    coded = column.dictionary_encode()
-    return coded.indices.to_numpy(zero_copy_only=False), coded.dictionary.to_pylist()
+    coded = batch.column(column_name).dictionary_encode(null_encoding="encode")
+    places, ids = coded.indices.to_numpy(zero_copy_only=False), coded.dictionary.to_pylist()
+    for nothing in (None, ""):
+        if nothing in ids:
+            row = int((places == ids.index(nothing)).argmax()) + rows + table.first_row
+            raise MisuseError(
+                rule="Every row must say which series it belongs to",
+                got=f"{table.path}, row {row:,}, column {column_name!r} is empty",
+                advice="Fill the column, or name another as --id.",
+            )
+    return places, ids
 
 
 def _parse_error(table: Table, wanted: list[str], text: str) -> MisuseError:

@@ -1,0 +1,42 @@
+"""Small data, and what the tests ask of it."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oomguard.data.source import Array, Source
+from oomguard.spec import Spec
+
+
+def spec(**changes: Any) -> Spec:
+    """Two features, one number for each step."""
+    return Spec(**{"cell": "gru", "seq": 4, "features": 2, "hidden": 4, "batch": 4} | changes)
+
+
+def tokens(**changes: Any) -> Spec:
+    """A vocabulary of ten, predicting the next."""
+    return Spec(**{"cell": "gru", "seq": 4, "vocab": 10, "hidden": 4, "batch": 4} | changes)
+
+
+def saved(path: Path, array: Any) -> Path:
+    np.save(path, np.asarray(array))
+    return path
+
+
+def written(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def numbers(*shape: int) -> Array:
+    """0, 1, 2, ... as float32, so that a value says where it is from."""
+    return np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+
+
+def inputs_of(source: Source) -> list[Any]:
+    return [source[index][0].tolist() for index in range(len(source))]
+
+
+def targets_of(source: Source) -> list[Any]:
+    return [source[index][1].tolist() for index in range(len(source))]
