@@ -25,8 +25,8 @@ def open_array(data: str | Path | Array, spec: Spec, options: DataOptions) -> St
     series, steps = (1, inputs.shape[0]) if long else inputs.shape[:2]
     borders = np.arange(series + 1, dtype=np.int64) * steps
     if options.targets is not None:
-        targets, per_series = _target_file(options.targets, spec, inputs, long)
         columns = _inputs_only(inputs, spec, options)
+        targets, per_series = _target_file(options.targets, spec, inputs, long)
         return Store(
             inputs=inputs,
             targets=targets,

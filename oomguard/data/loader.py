@@ -19,8 +19,9 @@ from oomguard.estimate.terms import loader_bytes
 from oomguard.spec import Spec
 from oomguard.units import MIB
 
-WORKER_BYTES = 64 * MIB
-"""What a worker process takes of its own, without microbatches."""
+WORKER_BYTES = 160 * MIB
+"""What a worker process takes of its own, without microbatches: 155 MiB if it is spawned and imports torch 2.13 anew;
+8 MiB if it is forked."""
 MOST_WORKERS = 4
 """More do not help who maps files: one fills a microbatch faster than a pass goes through it."""
 
@@ -189,15 +190,18 @@ class _Stream:
     def take(self, number: int, count: int) -> Iterator[Microbatch]:
         """The microbatches of a batch. Those of batches before it that nobody took are thrown away."""
         self.last = number
-        while count and self.items is not None:
-            of, made = next(self.items)
-            if of < number:
-                continue
-            if isinstance(made, MisuseError):
+        for _ in range(count):
+            yield self._next(number)  # in no variable here: it would live on while the next one is waited for
+
+    def _next(self, number: int) -> Microbatch:
+        assert self.items is not None  # `is_ahead_of` said so
+        for of, made in self.items:
+            if isinstance(made, Microbatch) and of == number:
+                return made
+            if isinstance(made, MisuseError) and of == number:
+                self.close()
                 raise made
-            count -= 1
-            yield made
-            del made  # otherwise this microbatch still lives while the next one is waited for
+        raise AssertionError(f"the workers have ended before batch {number}")
 
     def close(self) -> None:
         """End the workers."""

@@ -11,12 +11,14 @@ from oomguard.spec import Spec
 
 def spec(**changes: Any) -> Spec:
     """Two features, one number for each step."""
-    return Spec(**{"cell": "gru", "seq": 4, "features": 2, "hidden": 4, "batch": 4} | changes)
+    fields: dict[str, Any] = {"cell": "gru", "seq": 4, "features": 2, "hidden": 4, "batch": 4}
+    return Spec(**fields | changes)
 
 
 def tokens(**changes: Any) -> Spec:
     """A vocabulary of ten, predicting the next."""
-    return Spec(**{"cell": "gru", "seq": 4, "vocab": 10, "hidden": 4, "batch": 4} | changes)
+    fields: dict[str, Any] = {"cell": "gru", "seq": 4, "vocab": 10, "hidden": 4, "batch": 4}
+    return Spec(**fields | changes)
 
 
 def saved(path: Path, array: Any) -> Path:

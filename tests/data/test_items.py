@@ -141,7 +141,10 @@ def test_a_nan_is_named_dropped_or_zero(form: Any) -> None:
 @pytest.mark.parametrize(
     ("item", "told"),
     [
-        ((numbers(3, 5), numbers(3, 1)), r"inputs of (item|pair) 1 must be numbers, 3 x 2, but they are float32, 3 x 5"),
+        (
+            (numbers(3, 5), numbers(3, 1)),
+            r"inputs of (item|pair) 1 must be numbers, 3 x 2, but they are float32, 3 x 5",
+        ),
         ((numbers(3, 2), numbers(2, 1)), r"targets of (item|pair) 1 must be numbers, 3 x 1, but .* 2 x 1"),
         ((numbers(0, 2), numbers(0, 1)), r"(item|pair) 1 has none"),
         (numbers(3, 2), r"(item|pair) 1 is ndarray"),

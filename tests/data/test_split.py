@@ -133,5 +133,5 @@ def test_data_that_is_too_small_to_split_is_refused(array: Any, options: dict[st
 def test_series_with_one_target_are_not_split_by_time(tmp_path: Path) -> None:
     targets = saved(tmp_path / "y.npy", numbers(3))
     options = DataOptions(split="time", targets=str(targets))
-    with pytest.raises(MisuseError, match="one target each cannot be split by time.*--split series"):
+    with pytest.raises(MisuseError, match=r"one target each cannot be split by time.*--split series"):
         open_data(numbers(3, 4, 2), spec(head="last-step"), options)
