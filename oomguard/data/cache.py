@@ -44,16 +44,24 @@ def cached(path: Path, directory: str | None, asked: dict[str, Any], make: Make)
         try:
             about = make(fresh)
             (fresh / ABOUT).write_text(json.dumps({"state": state, "about": about}))
-            shutil.rmtree(home, ignore_errors=True)
-            os.replace(fresh, home)
+            _put_in_place(fresh, home, state)
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
     except OSError as error:
-        again = _read(home)  # perhaps another process was first
-        if again is not None and again["state"] == state:
-            return home, again["about"]
         raise _unwritable(base, error) from None
     return home, about
+
+
+def _put_in_place(fresh: Path, home: Path, state: dict[str, Any]) -> None:
+    """The new directory under its name, unless another process was first: that one is read by somebody already."""
+    if (_read(home) or {}).get("state") == state:
+        return
+    shutil.rmtree(home, ignore_errors=True)
+    try:
+        os.replace(fresh, home)
+    except OSError:
+        if (_read(home) or {}).get("state") != state:
+            raise
 
 
 def _read(home: Path) -> dict[str, Any] | None:

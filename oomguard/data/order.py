@@ -123,13 +123,14 @@ class Order:
         check_whole("microbatch", size, 1, 1 << 20)
         ranked = sequences[np.argsort(-self.lengths[sequences], kind="stable")]
         homes = np.searchsorted(self.bounds, self.lengths[ranked])
+        falling = -homes
         found, start = [], 0
         while start < len(ranked):
             bucket = self.buckets[homes[start]]
             rows = min(bucket.microbatch, size or bucket.microbatch)
             if bucket.tokens is not None:
                 rows = max(1, min(rows, bucket.tokens // int(self.lengths[ranked[start]])))
-            same = int(np.searchsorted(-homes, -homes[start], side="right"))
+            same = int(np.searchsorted(falling, falling[start], side="right"))
             stop = min(start + rows, same)
             found.append(ranked[start:stop])
             start = stop

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from oomguard.data.cache import Appended
-from oomguard.data.source import CHUNK_ELEMENTS, Array, Ints, Mapped
+from oomguard.data.source import CHUNK_ELEMENTS, Array, Ints, Mapped, let_go, map_file
 
 
 class Regrouped:
@@ -48,7 +48,10 @@ def regroup(groups: Regrouped, arrays: list[Mapped]) -> Ints:
 def _scatter(array: Mapped, codes: Mapped, cursors: Ints) -> None:
     """Write every row to the next free place of its series, a chunk at a time."""
     path = array.path + ".grouped"
-    to = np.memmap(path, array.dtype, "w+", shape=array.shape)
+    with open(path, "wb") as file:
+        file.truncate(array.array.nbytes)
+    content = map_file(path, write=True)
+    to = np.ndarray(array.shape, array.dtype, content)
     width = array.shape[1] if len(array.shape) > 1 else 1
     step = max(1, CHUNK_ELEMENTS // width)
     for start in range(0, array.count, step):
@@ -59,5 +62,6 @@ def _scatter(array: Mapped, codes: Mapped, cursors: Ints) -> None:
         places = np.repeat(cursors[present], counts) + ranks
         to[places] = array.rows(start, len(block))[by_series]
         cursors[present] += counts
-    to.flush()
+        let_go(content)
+    content.flush()
     os.replace(path, array.path)

@@ -1,7 +1,8 @@
 """What a source is: sequences that can be asked for one by one, in any order, from any process."""
 
-import os
+import mmap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,6 +37,23 @@ class Source(Protocol):
 
 CHUNK_ELEMENTS = 1 << 20
 """Elements of what is looked at together when a whole file is gone through."""
+RESIDENT_BYTES = 16 << 20
+"""Of a mapped file: what was read beyond it is let go."""
+
+
+def map_file(path: str | Path, *, write: bool = False) -> mmap.mmap:
+    """A file as memory."""
+    with open(path, "r+b" if write else "rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE if write else mmap.ACCESS_READ)
+
+
+def let_go(content: mmap.mmap) -> None:
+    """Take the pages out of this process: they would count as its memory, though the system can have them back.
+
+    Nothing is lost: they stay in the system's cache, or are in the file.
+    """
+    if hasattr(mmap, "MADV_DONTNEED"):
+        content.madvise(mmap.MADV_DONTNEED)
 
 
 class Mapped:
@@ -45,13 +63,15 @@ class Mapped:
     """
 
     _STATE = ("path", "dtype", "shape", "offset", "order", "group", "unit", "_array")
-    __slots__ = (*_STATE, "__weakref__")
+    __slots__ = (*_STATE, "__weakref__", "_map", "_read_bytes")
 
     def __init__(self, path: str, dtype: Any, shape: tuple[int, ...], offset: int = 0, order: Any = "C") -> None:
         self.path, self.dtype, self.shape, self.offset, self.order = path, np.dtype(dtype), shape, offset, order
         self.group: int | None = None
         self.unit = "row"
         self._array: Array | None = None
+        self._map: mmap.mmap | None = None
+        self._read_bytes = 0
 
     @classmethod
     def held(cls, array: Array, name: str = "the array") -> "Mapped":
@@ -60,22 +80,19 @@ class Mapped:
         made._array = array
         return made
 
-    def grouped(self, unit: str = "row") -> "Mapped":
+    def grouped(self) -> "Mapped":
         """The same, with the first axis for series and the second for their steps."""
         made = Mapped(self.path, self.dtype, self.shape, self.offset, self.order)
-        made._array, made.group, made.unit = self._array, self.shape[1], unit
+        made.group, made.unit = self.shape[1], self.unit
+        made._array = self._array if self._map is None else None
         return made
-
-    @property
-    def on_disk(self) -> bool:
-        """Whether it can be opened again, elsewhere."""
-        return os.path.exists(self.path)
 
     @property
     def array(self) -> Array:
         """The whole, as a map of the file."""
         if self._array is None:
-            self._array = np.memmap(self.path, self.dtype, "r", self.offset, self.shape, self.order)
+            self._map = map_file(self.path)
+            self._array = np.ndarray(self.shape, self.dtype, self._map, self.offset, order=self.order)
         return self._array
 
     @property
@@ -86,9 +103,15 @@ class Mapped:
     def rows(self, start: int, steps: int) -> Array:
         """Some rows of one series: a view, nothing is read yet."""
         if self.group is None:
-            return self.array[start : start + steps]
-        series, first = divmod(start, self.group)
-        return self.array[series, first : first + steps]
+            found = self.array[start : start + steps]
+        else:
+            series, first = divmod(start, self.group)
+            found = self.array[series, first : first + steps]
+        if self._map is not None and self._read_bytes > RESIDENT_BYTES:
+            self._read_bytes = 0
+            let_go(self._map)
+        self._read_bytes += found.nbytes
+        return found
 
     def blocks(self) -> Iterator[tuple[int, Array]]:
         """All rows, a few at a time, each with the number of its first."""
@@ -109,11 +132,12 @@ class Mapped:
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: getattr(self, name) for name in self._STATE}
-        if self.on_disk:
-            state["_array"] = None  # np.memmap would pickle the data
+        if self._map is not None:
+            state["_array"] = None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        self._map, self._read_bytes = None, 0
         for name, value in state.items():
             setattr(self, name, value)
 

@@ -39,7 +39,8 @@ class Table(NamedTuple):
     """Of all its columns."""
     first_row: int
     """The number of its first row of data: in a CSV the header is row 1, as an editor shows it."""
-    kind: str
+    delimiter: str | None
+    """Of a CSV; None: it is Parquet."""
 
 
 def open_table(path: Path, kind: str, spec: Spec, options: DataOptions) -> Store:
@@ -89,7 +90,7 @@ def _opened(path: Path, kind: str) -> Table:
         if kind == "parquet":
             with parquet.ParquetFile(path) as file:
                 names = file.schema_arrow.names
-            table = Table(path, names, 1, kind)
+            table = Table(path, names, 1, None)
         else:
             table = _header(path)
     except (OSError, pa.ArrowException) as error:
@@ -111,11 +112,12 @@ def _header(path: Path) -> Table:
     with path.open("rb") as file:
         first = file.readline(BLOCK_BYTES)
     options = csv.ReadOptions(autogenerate_column_names=True)
-    parsed = csv.read_csv(pa.BufferReader(first), options, csv.ParseOptions(delimiter=_delimiter(path)))
+    delimiter = _delimiter(first)
+    parsed = csv.read_csv(pa.BufferReader(first), options, csv.ParseOptions(delimiter=delimiter))
     cells = ["" if column[0].as_py() is None else str(column[0].as_py()) for column in parsed.columns]
     if all(_is_number(cell) for cell in cells):
-        return Table(path, [str(number) for number in range(len(cells))], 1, "csv")
-    return Table(path, [cell.strip() for cell in cells], 2, "csv")
+        return Table(path, [str(number) for number in range(len(cells))], 1, delimiter)
+    return Table(path, [cell.strip() for cell in cells], 2, delimiter)
 
 
 def _is_number(cell: str) -> bool:
@@ -126,13 +128,14 @@ def _is_number(cell: str) -> bool:
     return True
 
 
-def _delimiter(path: Path) -> str:
-    return "\t" if path.suffix.lower() == ".tsv" else ","
+def _delimiter(first: bytes) -> str:
+    """A comma, unless the first row has none and something else."""
+    return next((mark.decode() for mark in (b",", b"\t", b";") if mark in first), ",")
 
 
 def _batches(table: Table, wanted: list[str], id_column: str | None) -> Iterator[pa.RecordBatch]:
     """The columns that are wanted, some rows at a time."""
-    if table.kind == "parquet":
+    if table.delimiter is None:
         with parquet.ParquetFile(table.path) as file:
             yield from file.iter_batches(batch_size=BLOCK_ROWS, columns=wanted, use_threads=False)
         return
@@ -145,7 +148,7 @@ def _batches(table: Table, wanted: list[str], id_column: str | None) -> Iterator
         csv.ReadOptions(
             use_threads=False, block_size=BLOCK_BYTES, column_names=table.names, skip_rows=table.first_row - 1
         ),
-        csv.ParseOptions(delimiter=_delimiter(table.path)),
+        csv.ParseOptions(delimiter=table.delimiter),
         csv.ConvertOptions(column_types=types, include_columns=wanted),
     ) as reader:
         yield from reader

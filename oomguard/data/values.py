@@ -39,8 +39,8 @@ def as_numbers(block: Array, nan: Nan, where: Where) -> Array:
         found = np.array(block, dtype=np.float32, order="C").reshape(len(block), -1)
     if nan == "drop":
         return found
-    bad = ~np.isfinite(found)
-    if bad.any():
+    if found.size and not np.isfinite([found.min(), found.max()]).all():  # without a mask of its size, if all is well
+        bad = ~np.isfinite(found)
         if nan == "error":
             row, column = (int(one) for one in np.argwhere(bad)[0])
             raise not_finite(where(row, column), found[row, column])
@@ -51,6 +51,8 @@ def as_numbers(block: Array, nan: Nan, where: Where) -> Array:
 def as_indices(block: Array, below: int, named: tuple[str, str], where: Where) -> Array:
     """Int64, one axis, each from 0 to `below` - 1."""
     flat = np.asarray(block).reshape(len(block))
+    if flat.dtype.kind in "iub" and (not flat.size or (flat.min() >= 0 and flat.max() < below)):
+        return flat.astype(np.int64)
     with np.errstate(invalid="ignore"):  # NaN has no whole number; it is found below
         found = flat.astype(np.int64)
         bad = (found != flat) | (found < 0) | (found >= below)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oomguard.data.cuts import Cuts, whole
-from oomguard.data.open import open_source
+from oomguard.data.open import check_source, open_source
 from oomguard.data.options import DataOptions
 from oomguard.data.source import Source
 from oomguard.errors import MisuseError
@@ -284,6 +284,13 @@ def test_targets_of_another_shape_are_refused(tmp_path: Path, shape: tuple[int, 
     targets = saved(tmp_path / "y.npy", numbers(*shape))
     with pytest.raises(MisuseError, match=r"must be 3 x 4 x 1, but .*y\.npy is"):
         open_source(inputs, spec(), DataOptions(targets=str(targets)))
+
+
+def test_a_whole_source_can_be_checked_before_training(tmp_path: Path) -> None:
+    path = saved(tmp_path / "x.npy", broken(np.nan))
+    with pytest.raises(MisuseError, match="sequence 1, step 2"):
+        check_source(open_source(path, spec()))
+    assert check_source(open_source(path, spec(), DataOptions(nan="zero"))) == 12
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=6), st.integers(0, 3), st.integers(1, 9), st.integers(1, 12))

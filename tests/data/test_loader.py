@@ -275,6 +275,14 @@ def test_values_are_checked_at_birth(changes: dict[str, int]) -> None:
         loader(**changes)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("workers", [0, 1])
+def test_microbatches_for_a_card_are_pinned(workers: int) -> None:
+    for one in flat(loader(pinned=True, workers=workers)):
+        assert one.inputs.is_pinned()
+        assert one.targets.is_pinned()
+
+
 @pytest.mark.parametrize("free_bytes", [0, 200 * MIB, 400 * MIB, GIB, 10 * GIB])
 @pytest.mark.parametrize("microbatch", [1, 32])
 @pytest.mark.parametrize("pinned", [True, False])

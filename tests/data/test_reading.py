@@ -12,9 +12,10 @@ from data.making import spec, tokens, written
 from oomguard.data.cuts import Cuts, whole
 from oomguard.data.lengths import read_lengths
 from oomguard.data.loader import Loader
-from oomguard.data.open import open_data, open_source
+from oomguard.data.open import check_source, open_data, open_source
 from oomguard.data.options import DataOptions
 from oomguard.data.order import Bucket
+from oomguard.data.source import RESIDENT_BYTES
 from oomguard.device.proc import PROC, read_sizes, read_text
 from oomguard.units import GIB, MIB
 
@@ -39,6 +40,10 @@ def anonymous_bytes() -> int:
     return read_sizes(read_text(PROC / "self/status"))["RssAnon"]
 
 
+def file_bytes() -> int:
+    return read_sizes(read_text(PROC / "self/status"))["RssFile"]
+
+
 def sparse(path: Path, *shape: int) -> Path:
     """A file with a header and a hole."""
     np.lib.format.open_memmap(path, "w+", np.float32, shape).flush()
@@ -57,6 +62,15 @@ def test_a_file_of_four_gib_costs_next_to_nothing(tmp_path: Path) -> None:
     batch = next(loader.batches())
     assert next(iter(batch.microbatches())).inputs.shape == (1 << 12, 4, 3)
     assert anonymous_bytes() - before < 24 * MIB
+
+
+@linux
+def test_what_was_read_of_a_file_does_not_stay_resident(tmp_path: Path) -> None:
+    wanted = spec(seq=1 << 10, features=15)
+    source = open_source(sparse(tmp_path / "x.npy", 1 << 12, 1 << 10, 16), wanted)  # 256 MiB
+    before = file_bytes()
+    assert check_source(source) == 1 << 22
+    assert file_bytes() - before < 2 * RESIDENT_BYTES
 
 
 @linux

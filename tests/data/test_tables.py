@@ -1,6 +1,8 @@
 """CSV and Parquet: columns, series, the cache, and every way in which a table can be wrong."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,24 @@ def test_classes_in_a_column(tmp_path: Path) -> None:
 def test_a_csv_of_numbers_alone_needs_no_header(tmp_path: Path) -> None:
     found = open_source(written(tmp_path / "t.csv", "1,2,3\n4,5,6\n"), spec())
     assert inputs_of(found) == [[[1, 2], [4, 5]]]
+
+
+@pytest.mark.parametrize("mark", [",", ";", "\t"])
+def test_the_header_shows_what_stands_between_columns(tmp_path: Path, mark: str) -> None:
+    path = written(tmp_path / "t.csv", "a,b,y\n1,2,3\n".replace(",", mark))
+    assert inputs_of(open_source(path, spec())) == [[[1, 2]]]
+
+
+def test_two_processes_may_convert_at_once(tmp_path: Path) -> None:
+    path = written(tmp_path / "t.csv", "a,b,y\n" + "1,2,3\n" * 20_000)
+    code = (
+        "import sys; from oomguard.data.open import open_source; from oomguard.spec import Spec\n"
+        "source = open_source(sys.argv[1], Spec(cell='gru', seq=10, features=2))\n"
+        "assert len(source) == 2000 and source[1999][0].sum() == 30"
+    )
+    both = [subprocess.Popen([sys.executable, "-c", code, path]) for _ in range(2)]
+    assert [one.wait() for one in both] == [0, 0]
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_table_is_converted_once_and_again_when_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
