@@ -1,5 +1,6 @@
 """Which columns of a table or an array are inputs, which are targets, and how far ahead these lie."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from oomguard.checks import nearest
@@ -40,7 +41,7 @@ def choose_columns(names: list[str], spec: Spec, options: DataOptions, path: obj
             advice="Change --target or --outputs.",
         )
     ahead = options.ahead if options.ahead is not None else int(bool(set(inputs) & set(targets)))
-    return Columns(tuple(map(names.index, inputs)), tuple(map(names.index, targets)), ahead)
+    return Columns(_places(names, inputs), _places(names, targets), ahead)
 
 
 def choose_inputs(names: list[str], spec: Spec, options: DataOptions, path: object) -> tuple[int, ...]:
@@ -49,20 +50,20 @@ def choose_inputs(names: list[str], spec: Spec, options: DataOptions, path: obje
     _check_there(names, tuple(inputs), path)
     if len(inputs) != spec.inputs:
         raise _wrong_width(inputs, spec.inputs, path)
-    return tuple(map(names.index, inputs))
+    return _places(names, inputs)
 
 
 def _free(names: list[str], width: int, spec: Spec, options: DataOptions) -> list[str]:
     """The inputs, if nobody named them: what is no target; or all, if only then there are enough."""
     if options.target:
-        rest = [name for name in names if name not in options.target]
+        rest = _without(names, options.target)
         return names if len(rest) != width and len(names) == width else rest
     return names[:width] if len(names) == width + target_width(spec) else names
 
 
 def _implied(names: list[str], inputs: list[str], spec: Spec, path: object) -> list[str]:
     """The targets, if nobody named them: the columns after the inputs, or what comes next."""
-    rest = [name for name in names if name not in inputs]
+    rest = _without(names, inputs)
     if len(rest) == target_width(spec):
         return rest
     if forecasts(spec):
@@ -82,9 +83,20 @@ def forecasts(spec: Spec) -> bool:
 
 
 def _check_there(names: list[str], wanted: tuple[str, ...], path: object) -> None:
+    known = set(names)
     for name in wanted:
-        if name not in names:
+        if name not in known:
             raise missing_column(name, names, path)
+
+
+def _places(names: list[str], some: list[str]) -> tuple[int, ...]:
+    known = {name: place for place, name in enumerate(names)}  # there may be a million
+    return tuple(known[name] for name in some)
+
+
+def _without(names: list[str], some: Iterable[str]) -> list[str]:
+    left_out = set(some)
+    return [name for name in names if name not in left_out]
 
 
 def missing_column(name: str, names: list[str], path: object) -> MisuseError:

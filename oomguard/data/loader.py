@@ -218,7 +218,8 @@ def size_loader(
     """Workers and microbatches each prepares ahead: as many as fit into so many free bytes of host memory.
 
     At most one for each core but the one that trains, and `MOST_WORKERS`. Rather fewer prepared ahead than fewer
-    workers; 0 workers if not even one fits.
+    workers; 0 workers if not even one fits. Microbatches come over in shared memory: where /dev/shm is smaller than
+    what is free (64 MiB in a container, unless asked for more), `free_bytes` is what it has.
 
     >>> spec = Spec(cell="lstm", seq=1000, batch=32)
     >>> size_loader(spec, Candidate(microbatch=32), 1 << 30, cores=4), size_loader(spec, Candidate(microbatch=32), 0)

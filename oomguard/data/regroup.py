@@ -6,7 +6,10 @@ from typing import Any
 import numpy as np
 
 from oomguard.data.cache import Appended
-from oomguard.data.source import CHUNK_ELEMENTS, Array, Ints, Mapped, let_go, map_file
+from oomguard.data.source import Array, Ints, Mapped, let_go, map_file
+
+CHUNK_ROWS = 1 << 16
+"""Rows that are moved at a time."""
 
 
 class Regrouped:
@@ -52,10 +55,8 @@ def _scatter(array: Mapped, codes: Mapped, cursors: Ints) -> None:
         file.truncate(array.array.nbytes)
     content = map_file(path, write=True)
     to = np.ndarray(array.shape, array.dtype, content)
-    width = array.shape[1] if len(array.shape) > 1 else 1
-    step = max(1, CHUNK_ELEMENTS // width)
-    for start in range(0, array.count, step):
-        block = codes.rows(start, min(step, array.count - start))
+    for start in range(0, array.count, CHUNK_ROWS):
+        block = codes.rows(start, min(CHUNK_ROWS, array.count - start))
         by_series = np.argsort(block, kind="stable")
         present, firsts, counts = np.unique(block[by_series], return_index=True, return_counts=True)
         ranks = np.arange(len(block)) - np.repeat(firsts, counts)

@@ -49,6 +49,8 @@ class Rows:
     truncated: int = 0
     dropped: int = 0
     """Sequences that were left out since they hold a NaN."""
+    short: int = 0
+    """Series that were left out since they are too short to have a target."""
     lengths: Ints = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -84,7 +86,7 @@ class Rows:
     def describe(self) -> dict[str, Any]:
         """Plain values for a checkpoint."""
         found = {"sequences": len(self), "steps": int(self.lengths.sum()), "truncated": self.truncated}
-        return {**self.store.about, **found, "dropped": self.dropped}
+        return {**self.store.about, **found, "dropped": self.dropped, "short": self.short}
 
 
 def cut_rows(store: Store, spec: Spec, options: DataOptions, pieces: Pieces | None = None) -> Rows:
@@ -103,8 +105,15 @@ def cut_rows(store: Store, spec: Spec, options: DataOptions, pieces: Pieces | No
         made = made.without(store.unfinished)
     if not len(made):
         raise nothing_in(store.about["path"])
-    dropped = made.total - len(made)
-    return Rows(store=store, cuts=made, spec=spec, nan=options.nan, truncated=truncated, dropped=dropped)
+    return Rows(
+        store=store,
+        cuts=made,
+        spec=spec,
+        nan=options.nan,
+        truncated=truncated,
+        dropped=made.total - len(made),
+        short=len(pieces.starts) - len(made.pieces.starts),
+    )
 
 
 def _picked(block: Array, columns: tuple[int, ...] | None) -> Array:

@@ -5,6 +5,7 @@ parsed, so both are converted; rows of one series, wherever they stand in the fi
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -25,8 +26,12 @@ from oomguard.data.source import Array, Mapped, nothing_in, unreadable
 from oomguard.errors import MisuseError
 from oomguard.spec import Spec
 
-BLOCK_BYTES = 8 << 20
-"""Of a CSV, parsed at a time; a row must not be longer."""
+BLOCK_BYTES = 1 << 20
+"""Of a CSV, parsed at a time: pyarrow 26 reads about 30 blocks ahead."""
+ROWS_PER_BLOCK = 64
+"""At least, if they are as long as the header: a row must fit into a block."""
+HEADER_BYTES = 64 << 20
+"""Longest header: of a file without line ends no more than this is read."""
 BLOCK_ROWS = 1 << 16
 """Of a Parquet file, decoded at a time; a row group is never in memory whole."""
 
@@ -39,8 +44,10 @@ class Table(NamedTuple):
     """Of all its columns."""
     first_row: int
     """The number of its first row of data: in a CSV the header is row 1, as an editor shows it."""
-    delimiter: str | None
+    delimiter: str | None = None
     """Of a CSV; None: it is Parquet."""
+    block_bytes: int = 0
+    """Of a CSV, parsed at a time."""
 
 
 def open_table(path: Path, kind: str, spec: Spec, options: DataOptions) -> Store:
@@ -50,7 +57,8 @@ def open_table(path: Path, kind: str, spec: Spec, options: DataOptions) -> Store
     if options.id is not None and options.id not in table.names:
         raise missing_column(options.id, table.names, path)
     chosen = choose_columns(free, spec, options, path)
-    inputs, targets = (tuple(table.names.index(free[i]) for i in part) for part in chosen[:2])
+    places = {name: place for place, name in enumerate(table.names)}
+    inputs, targets = (tuple(places[free[i]] for i in part) for part in chosen[:2])
     wanted = Columns(inputs, targets, chosen.ahead)
     asked = {"columns": wanted[:2], "id": options.id, "vocab": spec.vocab, "loss": spec.loss, "classes": spec.classes}
     home, about = cached(path, options.cache, asked, lambda to: _convert(table, wanted, spec, options.id, to))
@@ -90,16 +98,16 @@ def _opened(path: Path, kind: str) -> Table:
         if kind == "parquet":
             with parquet.ParquetFile(path) as file:
                 names = file.schema_arrow.names
-            table = Table(path, names, 1, None)
+            table = Table(path, names, 1)
         else:
             table = _header(path)
     except (OSError, pa.ArrowException) as error:
         raise unreadable(path, error) from None
-    twice = {name for name in table.names if table.names.count(name) > 1}
+    twice = [name for name, count in Counter(table.names).items() if count > 1]
     if twice:
         raise MisuseError(
             rule="Every column of a table must have a name of its own",
-            got=f"{path} has {sorted(twice)[0]!r} twice",
+            got=f"{path} has {twice[0]!r} more than once",
             advice="Rename one of the two.",
         )
     return table
@@ -110,14 +118,15 @@ def _header(path: Path) -> Table:
     if not path.stat().st_size:
         raise nothing_in(path)
     with path.open("rb") as file:
-        first = file.readline(BLOCK_BYTES)
+        first = file.readline(HEADER_BYTES)
     options = csv.ReadOptions(autogenerate_column_names=True)
     delimiter = _delimiter(first)
     parsed = csv.read_csv(pa.BufferReader(first), options, csv.ParseOptions(delimiter=delimiter))
     cells = ["" if column[0].as_py() is None else str(column[0].as_py()) for column in parsed.columns]
+    block_bytes = max(BLOCK_BYTES, ROWS_PER_BLOCK * len(first))
     if all(_is_number(cell) for cell in cells):
-        return Table(path, [str(number) for number in range(len(cells))], 1, delimiter)
-    return Table(path, [cell.strip() for cell in cells], 2, delimiter)
+        return Table(path, [str(number) for number in range(len(cells))], 1, delimiter, block_bytes)
+    return Table(path, [cell.strip() for cell in cells], 2, delimiter, block_bytes)
 
 
 def _is_number(cell: str) -> bool:
@@ -136,7 +145,8 @@ def _delimiter(first: bytes) -> str:
 def _batches(table: Table, wanted: list[str], id_column: str | None) -> Iterator[pa.RecordBatch]:
     """The columns that are wanted, some rows at a time."""
     if table.delimiter is None:
-        with parquet.ParquetFile(table.path) as file:
+        with parquet.ParquetFile(table.path, buffer_size=BLOCK_BYTES, pre_buffer=False) as file:
+            # without a buffer, the columns of a row group would be read whole
             yield from file.iter_batches(batch_size=BLOCK_ROWS, columns=wanted, use_threads=False)
         return
     types: dict[str, Any] = dict.fromkeys(wanted, pa.float64())
@@ -146,7 +156,7 @@ def _batches(table: Table, wanted: list[str], id_column: str | None) -> Iterator
         table.path,
         # without threads its errors name the row
         csv.ReadOptions(
-            use_threads=False, block_size=BLOCK_BYTES, column_names=table.names, skip_rows=table.first_row - 1
+            use_threads=False, block_size=table.block_bytes, column_names=table.names, skip_rows=table.first_row - 1
         ),
         csv.ParseOptions(delimiter=table.delimiter),
         csv.ConvertOptions(column_types=types, include_columns=wanted),

@@ -143,6 +143,7 @@ def test_a_source_describes_itself_in_plain_values(tmp_path: Path) -> None:
         "steps": 12,
         "truncated": 0,
         "dropped": 0,
+        "short": 0,
     }
 
 

@@ -53,7 +53,8 @@ def test_rows_of_one_id_are_one_series_wherever_they_stand(tmp_path: Path, kind:
 
 def test_rows_are_brought_together_over_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "BLOCK_BYTES", 200)
-    monkeypatch.setattr(regroup, "CHUNK_ELEMENTS", 16)
+    monkeypatch.setattr(tables, "ROWS_PER_BLOCK", 1)
+    monkeypatch.setattr(regroup, "CHUNK_ROWS", 16)
     monkeypatch.setattr(source, "CHUNK_ELEMENTS", 16)
     dice = np.random.default_rng(0)
     ids = dice.integers(0, 7, 500)
@@ -78,6 +79,7 @@ def test_a_target_that_is_an_input_lies_ahead(tmp_path: Path) -> None:
     found = open_source(saved(tmp_path, TABLE, "csv"), spec(), options)
     assert inputs_of(found) == [[[1, 10], [3, 30]], [[2, 20]]]  # c has no second row
     assert targets_of(found) == [[[30], [60]], [[50]]]
+    assert found.describe()["short"] == 1
 
 
 def test_the_last_row_of_a_series_is_the_target_of_a_last_step_head(tmp_path: Path) -> None:
@@ -171,7 +173,7 @@ def test_a_conversion_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
         ("1,2,3\n4,nan,6\n", r"row 2, column '1' is nan"),
         ("a,b,y\n", r"t\.csv has none"),
         ("", r"t\.csv has none"),
-        ("a,a,y\n1,2,3\n", "has 'a' twice"),
+        ("a,a,y\n1,2,3\n", "has 'a' more than once"),
         ("a,y\n1,2\n", r"Without --target.*t\.csv has 2 input columns"),
         ("a,b,c,d,y\n1,2,3,4,5\n", r"features \(2\), but .*t\.csv has 5: a, b, c, d, y"),
     ],
@@ -184,6 +186,7 @@ def test_what_is_wrong_with_a_csv_is_named(tmp_path: Path, text: str, told: str)
 
 def test_rows_are_counted_over_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(tables, "ROWS_PER_BLOCK", 1)
     path = written(tmp_path / "t.csv", "a,b,y\n" + "1,2,3\n" * 98 + "1,word,3\n")
     with pytest.raises(MisuseError, match=r"row 100, column 'b' is 'word'"):
         open_source(path, spec())
