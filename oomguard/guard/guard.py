@@ -196,6 +196,7 @@ class Guard:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.watch.end()
         self.device.unlimit()
 
 

@@ -45,6 +45,10 @@ class Watch:
         self.device.reset()
         self._next = self.clock() + self._pause
 
+    def end(self) -> None:
+        """The last look: only for the peak."""
+        self.peak_bytes = max(self.peak_bytes, self.device.reading().peak_bytes)
+
     def look(self) -> Tight | None:
         """Why memory is tight; None if it is not, or if it is too soon to look again."""
         if self.clock() < self._next:
