@@ -1,6 +1,5 @@
 """The whole tool on one screen: every verb as a function."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -165,7 +164,7 @@ def train(
     Options are fields of `TrainOptions` (`epochs`, `steps`, `lr`, `run`, `resume`, ...) and of `DataOptions` (`target`,
     `validation`, `seed`, ...), by name. Raises `GuardError` if memory runs out on the plan's last rung.
 
-    >>> import tempfile
+    >>> import tempfile, warnings
     >>> plan = find_feasible_config(cell="gru", seq=8, features=2, hidden=8, batch=4, threads=1, max_probes=1)
     >>> numbers = np.random.default_rng(0).normal(size=(40, 8, 3)).astype(np.float32)
     >>> with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings(action="ignore"):

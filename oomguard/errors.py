@@ -37,8 +37,7 @@ class GuardError(OomguardError):
         self.rule, self.got, self.advice, self.figures = rule, got, advice, figures or {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        given = {"rule": self.rule, "got": self.got, "advice": self.advice, "figures": self.figures}
-        return partial(type(self), **given), ()
+        return partial(type(self), rule=self.rule, got=self.got, advice=self.advice, figures=self.figures), ()
 
 
 class TornUpdateError(GuardError):

@@ -113,9 +113,7 @@ def step(training: Training, microbatches: Iterable[Microbatch], targets: int, c
         return update(training, loss, clip)
 
 
-def accumulate(
-    training: Training, microbatches: Iterable[Microbatch], targets: int, how: How | None = None
-) -> Tensor:
+def accumulate(training: Training, microbatches: Iterable[Microbatch], targets: int, how: How | None = None) -> Tensor:
     """Add the gradient of all microbatches to what there is; returns the loss.
 
     `how` gives each microbatch a candidate of its own, for buckets; without it all are run as the training says.

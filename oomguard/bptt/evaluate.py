@@ -29,7 +29,8 @@ def outputs(model: Recurrent, batch: Microbatch, candidate: Candidate) -> Tensor
     >>> from oomguard.spec import Spec
     >>> from oomguard.model import build
     >>> model = build(Spec(cell="gru", seq=5, features=3, hidden=4))
-    >>> outputs(model, Microbatch(torch.zeros(5, 2, 3), torch.zeros(5, 2, 1)), Candidate(microbatch=2, segments=2)).shape
+    >>> batch = Microbatch(torch.zeros(5, 2, 3), torch.zeros(5, 2, 1))
+    >>> outputs(model, batch, Candidate(microbatch=2, segments=2)).shape
     torch.Size([2, 5, 1])
     """
     run, found = _run(model, batch, candidate), []

@@ -55,7 +55,8 @@ class Guard:
 
     An attempt that runs out of memory ends quietly, and `attempts` gives another one, a rung lower: pieces are smaller
     then, the gradients are gone (it calls `optimizer.zero_grad`; without an optimizer that is yours to do, first thing
-    in the attempt), and the random numbers of PyTorch fall as before. Let the pass be a function of its own, as above:
+    in the attempt), and the random numbers of PyTorch fall as before. On the last rung it gives one more attempt, since
+    memory was released, and then raises `GuardError`. Let the pass be a function of its own, as above:
     the variables of the loop itself stay alive while the next attempt is made, and with them their memory.
 
     `split` alone sizes the pieces; what the body of a `for` raises never reaches a generator, so only an attempt can
@@ -109,13 +110,13 @@ class Guard:
     def split(self, batch: Any, dim: int = 0) -> Iterator[Any]:
         """A tensor, or a tuple or list of tensors, in pieces of at most `rows` sequences along a dimension."""
         if isinstance(batch, Tensor):
-            yield from batch.split(self.rows, dim)
+            yield from torch.split(batch, self.rows, dim)
         else:
-            yield from zip(*(part.split(self.rows, dim) for part in batch), strict=True)
+            yield from zip(*(torch.split(part, self.rows, dim) for part in batch), strict=True)
 
     def attempts(self, optimizer: Optimizer | None = None) -> Iterator["Attempt"]:
         """Attempts at one step, `for attempt in guard.attempts(optimizer): with attempt: ...`, until one succeeds."""
-        dice = _dice(self.device)
+        dice, again = _dice(self.device), False
         while True:
             attempt = Attempt(self)
             yield attempt
@@ -134,7 +135,12 @@ class Guard:
                 optimizer.zero_grad(set_to_none=True)
             self.device.release()
             _throw_again(self.device, dice)
-            self.fall("oom", attempt.why or "Another process of this training ran out of memory.")
+            why = attempt.why or "Another process of this training ran out of memory."
+            if self.rung + 1 == len(self.ladder) and not again:
+                again = True  # there is nothing smaller, but what was released may be just enough
+                self.tell("again", why, **self._figures(), rung=self.rung)
+            else:
+                self.fall("oom", why)
 
     def update(self, optimizer: Optimizer, step: Callable[[], None] | None = None) -> None:
         """`optimizer.step()`, done as a whole even if memory runs out in the middle of it."""

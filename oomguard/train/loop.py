@@ -110,9 +110,7 @@ class Trainer:
         """A step was made: validate if it is time, and tell."""
         loss, rate = float(outcome.loss), self.training.optimizer.param_groups[0]["lr"]
         step, standing = self.state.step + 1, self.guard.standing
-        self.state = msgspec.structs.replace(
-            self.state, step=step, position=batch.after, standing=standing, loss=loss
-        )
+        self.state = msgspec.structs.replace(self.state, step=step, position=batch.after, standing=standing, loss=loss)
         validated = self._validate(batch) if self._validation_is_due() else None
         every = self.job.options.log_every
         if self.metrics is not None and (step % every == 0 or validated is not None or step == self.total):
@@ -153,6 +151,7 @@ class Trainer:
     def save(self) -> None:
         """A checkpoint of now, by the first process."""
         self._saved = (self.state.step, monotonic())
+        self.state = msgspec.structs.replace(self.state, standing=self.guard.standing)
         if self.ranks.first:
             if self.metrics is not None:
                 self.metrics.flush()
@@ -212,7 +211,7 @@ def _on_signals(stop: Callable[[], None]) -> Iterator[None]:
 
     def asked(number: int, _: Any) -> None:
         stop()
-        signal.signal(number, before[number] or signal.SIG_DFL)
+        signal.signal(number, before[signal.Signals(number)] or signal.SIG_DFL)
 
     for number in before:
         signal.signal(number, asked)

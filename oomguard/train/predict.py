@@ -116,9 +116,7 @@ class _Form:
 def _form(spec: Spec, source: Source, *, probabilities: bool) -> _Form:
     classes, stepped = spec.loss == "cross-entropy" and not probabilities, spec.head == "per-step"
     steps = (int(source.lengths.max()),) if stepped else ()
-    return _Form(
-        shape=(len(source), *steps, *(() if classes else (spec.classes,))), stepped=stepped, classes=classes
-    )
+    return _Form(shape=(len(source), *steps, *(() if classes else (spec.classes,))), stepped=stepped, classes=classes)
 
 
 def _predicted(model: Recurrent, source: Source, candidate: Any, wanted: Wanted) -> Iterator[tuple[int, Array]]:

@@ -24,7 +24,7 @@ CHUNK_BYTES = 32 * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """This process among those that train together."""
+    """One of the processes that train together."""
 
     rank: int = 0
     """Its number; 0 writes what is written."""
@@ -65,7 +65,7 @@ class Ranks:
         for chunk in _chunks(model):
             flat = torch.cat([gradient.flatten() for gradient in chunk])
             distributed.all_reduce(flat)
-            for gradient, summed in zip(chunk, flat.split([one.numel() for one in chunk]), strict=True):
+            for gradient, summed in zip(chunk, torch.split(flat, [one.numel() for one in chunk]), strict=True):
                 gradient.copy_(summed.view_as(gradient))
         total = loss.clone()
         distributed.all_reduce(total)
@@ -88,7 +88,7 @@ def _chunks(model: Recurrent) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def join(device: str, spec: Spec) -> Iterator[Ranks]:
-    """This process among those that torchrun started; alone if it did not."""
+    """The part of this process among those that torchrun started; alone if it did not."""
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if world == 1:
         yield Ranks(device=device)

@@ -169,7 +169,7 @@ def _training(job: Job, device: Device, model: Model) -> Training:
             rule="A model of your own must be an oomguard.model.Recurrent with the plan's spec: the plan's figures, "
             "segments and checkpoints are for that",
             got=f"{shown(model)} gave {type(own).__name__}",
-            advice="Change what build(spec) gives, or train any other module in a loop of your own with oomguard.guard.",
+            advice="Change what it builds, or train any other module in a loop of your own with oomguard.guard.",
         )
     own = own.to(device.torch_device)
     return replace(training, model=own, optimizer=make_optimizer(own, plan.candidate, lr))
