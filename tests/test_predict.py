@@ -110,7 +110,8 @@ def test_a_shortage_of_memory_halves_the_microbatch(tmp_path: Path, monkeypatch:
 def test_an_evaluation_in_pieces_is_that_of_the_whole(
     fields: dict[str, Any], lengths: list[int] | None, segments: int
 ) -> None:
-    spec = Spec(**{"cell": "gru", "seq": 5, "features": 2, "hidden": 4, "batch": 3} | fields)
+    usual: dict[str, Any] = {"cell": "gru", "seq": 5, "features": 2, "hidden": 4, "batch": 3}
+    spec = Spec(**usual | fields)
     model = build(spec).eval()
     inputs, shape = torch.randn(3, 5, 2), (3, 5, 1) if spec.head == "per-step" else (3, 1)
     targets = torch.randn(shape)

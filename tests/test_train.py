@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import oomguard
 from oomguard import step as step_file
-from oomguard.bptt import Microbatch, count_targets
+from oomguard.bptt import Microbatch, backward, count_targets
 from oomguard.candidate import Candidate
 from oomguard.device.cpu import Cpu
 from oomguard.errors import GuardError, MisuseError
@@ -76,7 +76,7 @@ class Shortage:
         self.seen: list[int] = []
         self.done: list[int] = []
         self.raised, self.due = 0, True
-        self.backward, self.count = step_file.backward, loop.Trainer._count
+        self.count = loop.Trainer._count
         monkeypatch.setattr(step_file, "backward", self.run)
         monkeypatch.setattr(loop.Trainer, "_count", lambda *given: self.step(*given))
         monkeypatch.setattr(Cpu, "release", lambda _: None)  # a quarter of a second each time, in a large process
@@ -87,7 +87,7 @@ class Shortage:
             self.due, self.seen = False, []
             self.raised += 1
             raise torch.OutOfMemoryError(SHORT) if self.raised % 2 else RuntimeError(SHORT)
-        loss = self.backward(model, batch, *rest)
+        loss = backward(model, batch, *rest)
         self.seen += [round(float(one)) for one in batch.inputs[0, :, 0]]
         return loss
 
@@ -128,7 +128,7 @@ def test_after_a_shortage_it_grows_back_to_the_plan(tmp_path: Path, monkeypatch:
 def test_at_the_bottom_there_is_a_checkpoint_from_before_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backward, calls = step_file.backward, [0]
+    calls = [0]
 
     def failing(*given: Any) -> Tensor:
         calls[0] += 1
@@ -226,7 +226,7 @@ def test_the_losses_are_those_of_a_loop_by_hand(tmp_path: Path) -> None:
     for rows in order:
         outputs, _ = model(torch.from_numpy(data[rows, :, :2]).transpose(0, 1), None)
         loss = nn.functional.mse_loss(outputs, torch.from_numpy(data[rows, -1, 2:]))
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -236,8 +236,8 @@ def test_the_losses_are_those_of_a_loop_by_hand(tmp_path: Path) -> None:
 
 def loader_order(spec: Spec, data: NDArray[np.float32]) -> Iterator[NDArray[np.int64]]:
     """The sequences of the first 50 batches."""
-    from oomguard.data.order import Order
     from oomguard.data.order import Bucket as Lengths
+    from oomguard.data.order import Order
 
     lengths = np.full(len(data), spec.steps)
     order = Order(lengths=lengths, buckets=(Lengths(longest=spec.steps, microbatch=5),), batch=spec.batch)
