@@ -18,7 +18,7 @@ from oomguard.device.reading import Reading
 from oomguard.errors import GuardError, MisuseError
 from oomguard.guard import watch
 from oomguard.guard.guard import Guard
-from oomguard.guard.ladder import FIRST_WAIT, LONGEST_WAIT, Standing, make_steps
+from oomguard.guard.ladder import FIRST_WAIT, LONGEST_WAIT, Standing, make_footings
 from oomguard.metrics import Event, Events
 from oomguard.plan.value import Bucket, Plan
 from oomguard.units import GIB, MIB
@@ -318,14 +318,14 @@ def bucketed() -> Plan:
 
 
 def test_a_rung_down_shrinks_every_bucket() -> None:
-    rows = [[candidate.microbatch for _, candidate in step.buckets] for step in make_steps(bucketed())]
+    rows = [[candidate.microbatch for _, candidate in step.buckets] for step in make_footings(bucketed())]
     assert all(a >= b for before, after in pairwise(rows) for a, b in zip(before, after, strict=True))
     assert rows[0] == [8, 8]
     assert rows[-1] == [1, 1]
 
 
 def test_a_microbatch_is_run_as_its_bucket_says() -> None:
-    step = make_steps(bucketed())[0]
+    step = make_footings(bucketed())[0]
     assert step.candidate_for(10) is step.buckets[0][1]
     assert step.candidate_for(17) is step.buckets[1][1]
 

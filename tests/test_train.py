@@ -334,6 +334,18 @@ def test_an_unknown_option_is_misuse_and_the_likeliest_is_named(tmp_path: Path) 
         train(tmp_path, epoch=3)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_learns_almost_the_same(tmp_path: Path, precision: str) -> None:
+    whole = train(tmp_path / "whole", epochs=2)
+    half = train(tmp_path / "half", plan=plan_of(knobs={"precision": precision}), epochs=2)
+    assert half.loss == pytest.approx(whole.loss, rel=0.1)
+
+
+def test_a_loss_that_is_no_number_is_told_once(tmp_path: Path) -> None:
+    result = train(tmp_path, numbers() * 1e30, normalise="none")
+    assert kinds(result).count("not-finite") == 1
+
+
 # ---- models of ones own, the environment
 
 

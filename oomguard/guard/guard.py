@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from oomguard.candidate import Candidate
 from oomguard.device import Device, open_device
 from oomguard.errors import GuardError, MisuseError
-from oomguard.guard.ladder import Standing, Step, make_steps
+from oomguard.guard.ladder import Footing, Standing, make_footings
 from oomguard.guard.update import Updates
 from oomguard.guard.watch import Tight, Watch
 from oomguard.metrics import Events
@@ -74,7 +74,7 @@ class Guard:
     ) -> None:
         self.plan, self.events, self.agree = plan, events, agree
         self.device = device or open_device(plan.where.device)
-        self.ladder: tuple[Step, ...] = make_steps(plan)
+        self.ladder = make_footings(plan)
         self.standing = standing or Standing()
         self.steps = 0
         """Steps that were done."""
@@ -89,14 +89,14 @@ class Guard:
         return self.standing.rung
 
     @property
-    def step(self) -> Step:
-        """The rung's candidates."""
+    def footing(self) -> Footing:
+        """The rung with its buckets."""
         return self.ladder[self.rung]
 
     @property
     def candidate(self) -> Candidate:
         """How a sequence of full length is run now."""
-        return self.step.candidate
+        return self.footing.candidate
 
     @property
     def rows(self) -> int:
@@ -177,6 +177,7 @@ class Guard:
         elif up:
             quiet = self.standing.quiet
             self.standing, self._at_bottom = self.standing.up(), False
+            self._enforce()  # more may be free than was at the beginning
             self.tell("climb", f"{quiet} steps were quiet.", rung=self.rung, **_knobs(self.candidate))
 
     def wants_up(self) -> bool:
@@ -196,10 +197,14 @@ class Guard:
 
     def __enter__(self) -> "Guard":
         self.device.settle(self.candidate)
-        free_bytes = self.device.budget().limit_bytes
-        self.device.enforce(min(free_bytes, self.watch.limit_bytes or free_bytes))
+        self._enforce()
         self.watch.start()
         return self
+
+    def _enforce(self) -> None:
+        """Let allocations fail, as errors that are caught here, before another process has to suffer."""
+        free_bytes = self.device.budget().limit_bytes
+        self.device.enforce(min(free_bytes, self.watch.limit_bytes or free_bytes))
 
     def __exit__(self, *_: object) -> None:
         self.watch.end()

@@ -52,7 +52,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class Footing:
     """One rung with its buckets."""
 
     candidate: Candidate
@@ -67,7 +67,7 @@ class Step:
         return next((candidate for longest, candidate in self.buckets if steps <= longest), self.candidate)
 
 
-def make_steps(plan: Plan) -> tuple[Step, ...]:
+def make_footings(plan: Plan) -> tuple[Footing, ...]:
     """The plan's candidate and its fallbacks, each with its buckets."""
     chosen = estimate_step(plan.spec, plan.candidate, plan.where.place)
     rungs = [(plan.candidate, plan.estimate.total_bytes, plan.expected)]
@@ -78,7 +78,7 @@ def make_steps(plan: Plan) -> tuple[Step, ...]:
         share = (total_bytes - runtime_bytes) / max(1, plan.estimate.total_bytes - runtime_bytes)
         buckets = [(one.longest, shrunk(plan, one, share)) for one in plan.buckets]
         made = tuple(sorted(buckets, key=lambda pair: pair[0])) or ((plan.spec.steps, candidate),)
-        found.append(Step(candidate=candidate, expected=expected, buckets=made))
+        found.append(Footing(candidate=candidate, expected=expected, buckets=made))
     return tuple(found)
 
 

@@ -1,5 +1,6 @@
 """The loop: steps under the guard, validation, checkpoints, metrics. Whatever stops it, it can be taken up again."""
 
+import math
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -33,7 +34,7 @@ class Trainer:
 
     def __init__(self, job: Job, training: Training, loader: Loader, guard: Guard, ranks: Ranks) -> None:
         self.job, self.training, self.guard, self.ranks = job, training, guard, ranks
-        self.loaders = [replace(loader, buckets=_buckets(step.buckets)) for step in guard.ladder]
+        self.loaders = [replace(loader, buckets=_buckets(one.buckets)) for one in guard.ladder]
         """One for each rung: the same batches, in other microbatches."""
         self.state = State()
         self.metrics: Metrics | None = None
@@ -41,7 +42,7 @@ class Trainer:
         self.total = job.options.total_steps(len(loader))
         self.validation: float | None = None
         self._saved = (0, monotonic())
-        self._stop = False
+        self._stop = self._warned = False
 
     def run(self) -> Result:
         """All steps that are left, and a checkpoint after the last, or before what it could not do."""
@@ -100,7 +101,7 @@ class Trainer:
             yield loader.read(part)
 
     def _how(self, batch: Microbatch) -> Candidate:
-        return self.guard.step.candidate_for(batch.inputs.shape[self.training.model.time_dim])
+        return self.guard.footing.candidate_for(batch.inputs.shape[self.training.model.time_dim])
 
     def _update(self, optimizer: torch.optim.Optimizer) -> None:
         visits = self.training.candidate.offload
@@ -119,6 +120,9 @@ class Trainer:
             self.metrics.write(step, **numbers, validation_loss=validated)
         if outcome.skipped:
             self.guard.tell("skipped", "Gradients overflowed in fp16: this step was skipped and the scale lowered.")
+        if not math.isfinite(loss) and not self._warned:
+            self._warned = True
+            self.guard.tell("not-finite", "The loss is no number any more: lower --lr, or give --clip.", loss=loss)
         if self.progress is not None:
             self.progress(self._told(loss, tokens_per_second))
 

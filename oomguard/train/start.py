@@ -44,6 +44,7 @@ def run_training(
     _warn_of_exports(plan)
     with join(plan.where.device, plan.spec) as ranks:
         last = _last(home, options)
+        ranks.agree([0])  # nobody writes a checkpoint before everybody has looked for one
         kept = None if last is None else _state_of(last).normaliser
         opened = open_data(data, plan.spec, data_options, kept)
         job = Job(plan=plan, options=options, data_options=data_options, data=opened, home=home)
