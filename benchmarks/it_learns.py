@@ -65,19 +65,26 @@ def by_hand(spec: Spec, data: Any, options: dict[str, Any], steps: int) -> list[
     optimizer = torch.optim.Adam(model.parameters(), lr=options["lr"])
     losses = []
     for rows in batches(spec, source.lengths, steps):
-        pairs = [source[int(one)] for one in rows if source.lengths[one] == spec.steps]
-        inputs, targets = (torch.from_numpy(np.stack(part)) for part in zip(*pairs, strict=True))
-        outputs, _ = model(inputs.transpose(0, 1), None)
-        if spec.loss == "mse":
-            loss = torch.nn.functional.mse_loss(outputs, targets)
-        else:
-            loss = torch.nn.functional.cross_entropy(outputs.flatten(0, 1), targets.transpose(0, 1).flatten())
+        loss = torch.zeros(())
+        for length in {*source.lengths[rows].tolist()}:  # one, but for the end of the text
+            pairs = [source[int(one)] for one in rows if source.lengths[one] == length]
+            loss = loss + summed(model, *(torch.from_numpy(np.stack(part)) for part in zip(*pairs, strict=True)))
+        targets = len(rows) if spec.head == "last-step" else int(source.lengths[rows].sum())
+        loss = loss / targets
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), options["clip"])
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def summed(model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The sum of the losses of some sequences of one length."""
+    outputs, _ = model(inputs.transpose(0, 1), None)
+    if targets.is_floating_point():
+        return torch.nn.functional.mse_loss(outputs, targets, reduction="sum")
+    return torch.nn.functional.cross_entropy(outputs.flatten(0, 1), targets.T.flatten(), reduction="sum")
 
 
 def batches(spec: Spec, lengths: Any, steps: int) -> Iterator[Any]:

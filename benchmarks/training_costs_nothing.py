@@ -23,8 +23,9 @@ from results import print_row, publish
 import oomguard
 from oomguard.estimate.malloc import STEADY_ENVIRONMENT
 
+COMMON = {"features": 16}
 CASES: dict[str, dict[str, Any]] = {
-    "lstm, 32": {"cell": "lstm", "seq": 200, "features": 16, "hidden": 128, "layers": 1, "batch": 32, "microbatch": 32},
+    "lstm, 32": {"cell": "lstm", "seq": 200, "hidden": 128, "layers": 1, "batch": 32, "microbatch": 32},
     "lstm, 4 x 8": {
         "cell": "lstm",
         "seq": 500,
@@ -34,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
         "batch": 32,
         "microbatch": 8,
     },
-    "gru, 2 x 8": {"cell": "gru", "seq": 500, "features": 16, "hidden": 64, "layers": 1, "batch": 16, "microbatch": 8},
+    "gru, 2 x 8": {"cell": "gru", "seq": 500, "hidden": 64, "layers": 1, "batch": 16, "microbatch": 8},
 }
 ROUNDS, STEPS, LEAST = 5, 40, 0.97
 WIDTHS = (12, 14, 14, 8)
@@ -55,8 +56,8 @@ def by_hand(case: dict[str, Any], path: Path, steps: int) -> float:
         total = 0.0
         for first in range(0, batch, rows):
             start = (number * batch + first) % (len(data) - batch)
-            block = torch.from_numpy(data[np.sort(order[start : start + rows])]).transpose(0, 1).contiguous()
-            outputs = head(layers(block[..., :-1])[0])
+            block = torch.from_numpy(data[np.sort(order[start : start + rows])]).transpose(0, 1)
+            outputs = head(layers(block[..., :-1].contiguous())[0])
             loss = torch.nn.functional.mse_loss(outputs, block[..., -1:], reduction="sum") / (batch * case["seq"])
             loss.backward()
             total += loss.item()
@@ -95,7 +96,8 @@ def main() -> None:
     result: dict[str, Any] = {"rounds": asked.rounds, "steps": asked.steps, "rows": []}
     print_row(("", "by hand /s", "train /s", "ratio"), WIDTHS)
     with tempfile.TemporaryDirectory() as home:
-        for name, case in CASES.items():
+        for name, knobs in CASES.items():
+            case = COMMON | knobs
             path = Path(home) / "data.npy"
             shape = (case["batch"] * 8, case["seq"], case["features"] + 1)
             np.save(path, np.random.default_rng(0).normal(size=shape).astype(np.float32))
