@@ -183,9 +183,12 @@ def _train(*, plan: str, json: bool = False, **values: Any) -> Answer:
     _start_again(found.exports)
     from oomguard.api import train
 
-    with follow(quiet=json) as progress:
+    first = os.environ.get("RANK", "0") == "0"  # of several processes that torchrun started, one speaks
+    with follow(quiet=json or not first) as progress:
         result = train(found, data, progress=progress, **options)
     code = INTERRUPTED if result.ended == "interrupted" else FITS
+    if not first:
+        return Answer("", code)
     if json:
         return Answer(_json(result_json(result)), code)
     return Answer(_screen(lambda console: show_training(result, console)), code)

@@ -62,7 +62,7 @@ with a checkpoint. Several processes train together if torchrun starts them.
 - oomguard train plan.json --data prices.csv --target close --epochs 20 --schedule cosine --lr 0.002
 - oomguard train plan.json --data book.txt --steps 10000 --clip 1 --run runs/book --save-every 5min
 - oomguard train plan.json --data book.txt --steps 10000 --clip 1 --run runs/book --resume
-- torchrun --nproc-per-node 2 -m oomguard train plan.json --data waves.npy
+- torchrun --nproc-per-node 2 -m -- oomguard train plan.json --data waves.npy
 
 Exit codes: 0 it is trained, 1 memory ran out on the last rung (there is a checkpoint), 2 the question was wrong."""
 

@@ -118,6 +118,21 @@ def test_a_parameter_with_a_new_state_and_old_weights_is_a_torn_update(monkeypat
             updates.run(optimizer)
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_careful_update_is_that_of_all_weights_at_once(name: str) -> None:
+    whole = updated(name, True, None)
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter(torch.randn(n + 2)) for n in range(4)]
+    optimizer, updates = OPTIMIZERS[name](weights, lr=0.1, foreach=True), Updates(lambda: None)
+    updates.careful = True
+    for _ in range(4):
+        for weight in weights:
+            weight.grad = torch.randn_like(weight)
+        assert updates.run(optimizer) is None
+    for one, other in zip(whole, weights, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_an_error_of_another_kind_in_the_update_goes_its_way() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)

@@ -153,7 +153,7 @@ def test_a_torn_update_goes_back_to_the_checkpoint(tmp_path: Path, monkeypatch: 
 
     def failing(*given: Any) -> Any:
         calls[0] += 1
-        if calls[0] == 7:
+        if calls[0] == 7 or (len(given[0]) > 2 and calls[0] > 7):  # from then on only a few weights at once fit
             raise RuntimeError(SHORT)
         return root(*given)
 

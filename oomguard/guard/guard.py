@@ -80,7 +80,7 @@ class Guard:
         """Steps that were done."""
         asked = plan.asked_budget_bytes
         self.watch = Watch(device=self.device, limit_bytes=None if asked is None else plan.budget_bytes)
-        self._updates = Updates(self.device.release)
+        self.updates = Updates(self.device.release)
         self._at_bottom = False
 
     @property
@@ -144,7 +144,7 @@ class Guard:
 
     def update(self, optimizer: Optimizer, step: Callable[[], None] | None = None) -> None:
         """`optimizer.step()`, done as a whole even if memory runs out in the middle of it."""
-        failure = self._updates.run(optimizer, step)
+        failure = self.updates.run(optimizer, step)
         if failure is not None:
             self.tell("update", "Memory ran out in the update, which was finished weight by weight.", error=failure)
 

@@ -48,16 +48,17 @@ def run_training(
         kept = None if last is None else _state_of(last).normaliser
         opened = open_data(data, plan.spec, data_options, kept)
         job = Job(plan=plan, options=options, data_options=data_options, data=opened, home=home)
-        torn: int | None = None
+        torn = False
         while True:
             trainer = _trainer(job, ranks, last, model)
             trainer.progress = progress if ranks.first else None
+            trainer.guard.updates.careful = torn
             try:
                 return trainer.run()
             except TornUpdateError:
-                if torn == trainer.state.step or ranks.world > 1:
-                    raise  # a second time at the same step: it would go on for ever
-                torn, last = trainer.state.step, _last(home, msgspec.structs.replace(options, resume=True))
+                if torn or ranks.world > 1:  # a second time, or the others have gone on
+                    raise
+                torn, last = True, _last(home, msgspec.structs.replace(options, resume=True))
             finally:
                 if trainer.metrics is not None:
                     trainer.metrics.close()
