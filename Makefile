@@ -34,6 +34,10 @@ bench: .venv/bench.stamp
 	$(PY) benchmarks/segments_cost_little.py
 	$(PY) benchmarks/probes_hurt_nobody.py
 	$(PY) benchmarks/estimates_track_peaks.py --measure 20 --seed $$$$
+	$(PY) benchmarks/training_costs_nothing.py
+	$(PY) benchmarks/recovers_without_loss.py
+	$(PY) benchmarks/data_stay_on_disk.py
+	$(PY) benchmarks/it_learns.py
 	$(PY) benchmarks/a_plan_takes_two_minutes.py
 	$(PY) benchmarks/a_killed_search_goes_on.py
 	$(PY) benchmarks/search_needs_few_probes.py

@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Candidate",
     "Estimate",
+    "GuardError",
     "Ledger",
     "MisuseError",
     "NothingFitsError",
@@ -26,15 +27,18 @@ __all__ = [
     "__version__",
     "estimate",
     "find_feasible_config",
+    "guard",
     "load_plan",
+    "predict",
     "probe",
     "save_plan",
+    "train",
 ]
 
 if TYPE_CHECKING:
-    from oomguard.api import estimate, find_feasible_config, probe
+    from oomguard.api import estimate, find_feasible_config, guard, predict, probe, train
     from oomguard.candidate import Candidate
-    from oomguard.errors import MisuseError, OomguardError
+    from oomguard.errors import GuardError, MisuseError, OomguardError
     from oomguard.estimate.breakdown import Estimate
     from oomguard.plan.shortfall import NothingFitsError
     from oomguard.plan.store import load_plan, save_plan
@@ -48,6 +52,7 @@ else:
     _HOME = {
         "Candidate": "oomguard.candidate",
         "Estimate": "oomguard.estimate.breakdown",
+        "GuardError": "oomguard.errors",
         "Ledger": "oomguard.probe.ledger",
         "MisuseError": "oomguard.errors",
         "NothingFitsError": "oomguard.plan.shortfall",
@@ -59,14 +64,17 @@ else:
         "Verdict": "oomguard.probe.verdict",
         "estimate": "oomguard.api",
         "find_feasible_config": "oomguard.api",
+        "guard": "oomguard.api",
         "load_plan": "oomguard.plan.store",
+        "predict": "oomguard.api",
         "probe": "oomguard.api",
         "save_plan": "oomguard.plan.store",
+        "train": "oomguard.api",
     }
 
     # `oomguard.estimate` is the function, yet a subpackage has that name too, and Python would bind the name to the
     # subpackage at its first import, whenever that is. So its first import is here, where the name is given back.
-    for name in ("estimate", "probe"):
+    for name in ("estimate", "guard", "probe", "train"):
         import_module(f"oomguard.{name}")
         del globals()[name]
 

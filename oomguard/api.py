@@ -25,8 +25,10 @@ from oomguard.spec import Spec
 from oomguard.units import MAX_BYTES, format_bytes, parse_bytes
 
 if TYPE_CHECKING:  # imported where it is used: an estimate does not wait for the search
+    from oomguard.guard.guard import Guard
     from oomguard.plan.value import Plan
     from oomguard.search.run import Progress
+    from oomguard.train.job import Result, Told
 
 
 def estimate(
@@ -131,6 +133,83 @@ def find_feasible_config(
     )
     check_whole("budget", question.budget_bytes, 1, MAX_BYTES)
     return find_plan(question, find_place(question.devices[0]), find_budget(question.devices[0]), progress)
+
+
+def guard(plan: "Plan", *, device: str | None = None, events: str | None = None) -> "Guard":
+    """What keeps a loop of your own within memory: `with oomguard.guard(plan) as guard`. See `Guard` for an example.
+
+    `device` is the plan's unless it is given; `events` is a file to which every change is appended as a JSON line.
+    """
+    from oomguard.device import open_device
+    from oomguard.guard.guard import Guard
+    from oomguard.metrics import Events
+
+    return Guard(
+        plan,
+        device=open_device(plan.where.device if device is None else device),
+        events=None if events is None else Events(events),
+    )
+
+
+def train(
+    plan: "Plan | str",
+    data: Any,
+    model: Callable[..., Any] | str | None = None,
+    *,
+    progress: "Callable[[Told], None] | None" = None,
+    **options: Any,
+) -> "Result":
+    """Execute a plan (or the plan in a file) on data: a path, an array, a Dataset, or pairs (inputs, targets).
+
+    Options are fields of `TrainOptions` (`epochs`, `steps`, `lr`, `run`, `resume`, ...) and of `DataOptions` (`target`,
+    `validation`, `seed`, ...), by name. Raises `GuardError` if memory runs out on the plan's last rung.
+
+    >>> import tempfile, warnings
+    >>> plan = find_feasible_config(cell="gru", seq=8, features=2, hidden=8, batch=4, threads=1, max_probes=1)
+    >>> numbers = np.random.default_rng(0).normal(size=(40, 8, 3)).astype(np.float32)
+    >>> with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings(action="ignore"):
+    ...     result = train(plan, numbers, epochs=2, validation=0, run=directory)
+    >>> result.steps, result.ended
+    (20, 'done')
+    """
+    from oomguard.data.options import DataOptions
+    from oomguard.plan.store import load_plan
+    from oomguard.train.options import TrainOptions
+    from oomguard.train.start import run_training
+
+    kinds: tuple[Any, ...] = (TrainOptions, DataOptions)
+    for name in options:
+        _known(name, [field for kind in kinds for field in kind.__struct_fields__])
+    asked = [kind(**{k: v for k, v in options.items() if k in kind.__struct_fields__}) for kind in kinds]
+    return run_training(load_plan(plan) if isinstance(plan, str) else plan, data, (asked[0], asked[1]), model, progress)
+
+
+def predict(
+    run: str,
+    data: Any,
+    *,
+    output: str | None = None,
+    probabilities: bool = False,
+    device: str | None = None,
+    **options: Any,
+) -> Any:
+    """What the model of a run (its best by validation, otherwise its last) says of data, sequence by sequence.
+
+    The data has the form it was trained on, and is read as it was then, unless `options` (fields of `DataOptions`) say
+    otherwise. Numbers are in the units of the targets; of classes it is the likeliest, or the `probabilities` of all.
+    Into `output` (.npy or .csv) they are streamed; otherwise they come as an array, padded with NaN or -100.
+    """
+    from oomguard.data.options import DataOptions
+    from oomguard.train.predict import Wanted, run_prediction
+
+    for name in options:
+        _known(name, [*DataOptions.__struct_fields__])
+    return run_prediction(run, data, Wanted(output=output, probabilities=probabilities, device=device), options)
+
+
+def _known(name: str, names: list[str]) -> None:
+    if name not in names:
+        raise MisuseError(rule="Options go by their names", got=f"got {shown(name)}", advice=nearest(name, names))
 
 
 def _words(text: str | Sequence[str]) -> tuple[str, ...]:

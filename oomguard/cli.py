@@ -13,28 +13,41 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-from oomguard.errors import MisuseError
+from oomguard.errors import GuardError, MisuseError
 from oomguard.flags import (
     ANYWHERE,
     CANDIDATE,
+    DATA,
     FIXED,
     HERE,
     JSON,
     LEDGER,
     OUTPUT,
+    PREDICTED,
     PROBED,
+    READ,
     SEARCH,
     SEQUENCES,
     SPEC,
     TIMEOUT,
+    TRAINED,
     WHERE,
     Command,
     Flag,
     Group,
     with_flags,
 )
-from oomguard.typed import check_output, read, read_budget, read_fixed, read_number, read_seconds
-from oomguard.usage import ESTIMATE_HELP, PLAN_HELP, PROBE_HELP, SHOW_HELP, usage_error
+from oomguard.typed import (
+    check_output,
+    read,
+    read_budget,
+    read_fixed,
+    read_number,
+    read_options,
+    read_path,
+    read_seconds,
+)
+from oomguard.usage import ESTIMATE_HELP, PLAN_HELP, PREDICT_HELP, PROBE_HELP, SHOW_HELP, TRAIN_HELP, usage_error
 
 if TYPE_CHECKING:  # imported where it is used: with --json nobody waits for it
     from rich.console import Console
@@ -46,6 +59,7 @@ UsageError: Any = typer.BadParameter.__bases__[0]
 
 EVALUATE = Flag("evaluate", "", "An evaluation pass, without gradients.")
 PLAN = Flag("plan", "PLAN", "A file that oomguard plan has written.")
+RUN = Flag("run", "RUN", "The directory that oomguard train has written to.")
 CARDS = Flag("cards", "", "The cards that --device takes by name.")
 
 app = typer.Typer(
@@ -158,6 +172,40 @@ def _plan(*, device: str = "cpu", output: str = "plan.json", json: bool = False,
     return Answer(plan_json(plan) if json else _screen(lambda console: show_result(plan, path, console)), code)
 
 
+@app.command("train", cls=Command, help=TRAIN_HELP)
+@with_flags(PLAN, Data=DATA, Training=TRAINED, Output=[JSON])
+def _train(*, plan: str, json: bool = False, **values: Any) -> Answer:
+    from oomguard.plan.store import load_plan
+    from oomguard.report.train import follow, result_json, show_training
+
+    data, options = read_path(values, "oomguard train"), read_options(values, DATA[1:], TRAINED)
+    found = load_plan(plan)
+    _start_again(found.exports)
+    from oomguard.api import train
+
+    first = os.environ.get("RANK", "0") == "0"  # of several processes that torchrun started, one speaks
+    with follow(quiet=json or not first) as progress:
+        result = train(found, data, progress=progress, **options)
+    code = INTERRUPTED if result.ended == "interrupted" else FITS
+    if not first:
+        return Answer("", code)
+    if json:
+        return Answer(_json(result_json(result)), code)
+    return Answer(_screen(lambda console: show_training(result, console)), code)
+
+
+@app.command("predict", cls=Command, help=PREDICT_HELP)
+@with_flags(RUN, Data=READ, Output=PREDICTED)
+def _predict(*, run: str, **values: Any) -> Answer:
+    from oomguard.api import predict
+
+    data, options = read_path(values, "oomguard predict"), read_options(values, READ[1:], PREDICTED)
+    options = {"output": "predictions.npy"} | options
+    check_output(options["output"])
+    path = predict(run, data, **options)
+    return Answer(f"{path}\n")
+
+
 @app.command("show", cls=Command, help=SHOW_HELP)
 @with_flags(PLAN, Output=[SEQUENCES, JSON])
 def _show(*, plan: str, json: bool = False, **values: Any) -> Answer:
@@ -187,8 +235,23 @@ def _devices(*, cards: bool = False, json: bool = False, **_: Any) -> Answer:
     return Answer(_screen(lambda console: show_devices(found, console)))
 
 
+_started_with: list[str] | None = None
+"""The command line of this process, if it is one of ours."""
+
+
+def _start_again(exports: dict[str, str]) -> None:
+    """Become the same command with these variables set: allocators read them when a process starts."""
+    if _started_with is None or all(os.environ.get(name) == value for name, value in exports.items()):
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, [sys.executable, "-m", "oomguard", *_started_with], os.environ | exports)
+
+
 def main() -> None:
     """Run the command line that the process was started with, and end the process with the exit code."""
+    global _started_with
+    _started_with = sys.argv[1:]
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a letter that the terminal does not have is no reason to fail
@@ -204,6 +267,9 @@ def run(words: list[str]) -> int:
         return answer.code
     except MisuseError as error:
         return _refuse(error)
+    except GuardError as error:
+        _say(str(error))
+        return DOES_NOT_FIT
     except UsageError as error:
         return _refuse(usage_error(error, words))
     except (KeyboardInterrupt, typer.Abort):

@@ -8,8 +8,10 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from oomguard.candidate import Allocator, Engine, Keep, Precision, Update
+from oomguard.data.options import Format, Nan, Normalise, Split
 from oomguard.presets import PRESETS
 from oomguard.spec import Cell, Head, Loss, Nonlinearity, Optimizer
+from oomguard.train.options import Schedule
 
 
 class Flag(NamedTuple):
@@ -94,6 +96,51 @@ SEARCH = [
     Flag("timeout", "SECONDS", "Of the whole search, such as 90s or 5min (100s)."),
     Flag("ledger", "DIR", "Keep all records there, and go on with those that are there."),
     Flag("storage", "URL", "Optuna's storage, for machines that search together."),
+]
+DATA = [
+    Flag("data", "FILE", "What to train on: .npy, .csv, .parquet or text."),
+    Flag("format", "NAME", "Of the file (by its suffix).", get_args(Format)),
+    Flag("columns", "COLUMNS", "Inputs, by name or number: open,close (all others)."),
+    Flag("target", "COLUMNS", "Targets (the last columns, or the inputs one step ahead)."),
+    Flag("ahead", "N", "Steps that a target lies ahead of its inputs."),
+    Flag("id", "COLUMN", "Which series a row of a table belongs to."),
+    Flag("targets", "FILE", "Targets in an array of their own."),
+    Flag("stride", "N", "Steps from window to window of long series (no overlap)."),
+    Flag("nan", "NAME", "What to do with NaN (error).", get_args(Nan)),
+    Flag("characters", "", "Text: tokens are characters, not bytes."),
+    Flag("vocabulary", "TEXT", "Text: the characters in the order of their tokens."),
+    Flag("truncate", "", "Cut sequences that are longer than the plan's."),
+    Flag("validation", "P", "Share that is kept for validation (0.1)."),
+    Flag("split", "NAME", "How that share is chosen.", get_args(Split)),
+    Flag("normalise", "NAME", "Numbers brought to mean 0 and deviation 1 (inputs).", get_args(Normalise)),
+    Flag("cache", "DIR", "For what is converted once (beside the file)."),
+    Flag("workers", "N", "Processes that load data (as the plan says)."),
+    Flag("seed", "N", "Of weights, order and split (0)."),
+]
+READ = [Flag("data", "FILE", "What to predict, in the form of the training data."), *DATA[1:]]
+TRAINED = [
+    Flag("run", "DIR", "For checkpoints, metrics and events (runs/ and the model's name)."),
+    Flag("resume", "", "Go on from the newest checkpoint there."),
+    Flag("epochs", "N", "Times through the data (1)."),
+    Flag("steps", "N", "Optimizer steps, instead or at most."),
+    Flag("lr", "P", "The learning rate, at its highest (0.001)."),
+    Flag("schedule", "NAME", "How it falls.", get_args(Schedule)),
+    Flag("warmup", "N", "Steps over which it first rises (0)."),
+    Flag("decay-every", "N", "With step: steps between two falls (a third of all)."),
+    Flag("decay", "P", "With step: the factor of each fall (0.1)."),
+    Flag("clip", "P", "The largest norm of the gradient."),
+    Flag("patience", "N", "Stop after so many validations without a new best."),
+    Flag("validate-every", "N", "Steps between two validations (an epoch)."),
+    Flag("save-every", "WHEN", "Checkpoints: steps, or a duration (10min)."),
+    Flag("keep", "N", "Checkpoints that are kept (3)."),
+    Flag("log-every", "N", "Steps between two rows of the metrics (1)."),
+    Flag("tensorboard", "", "Event files for TensorBoard too."),
+    Flag("model", "NAME", "A function that builds the model: package.module:function."),
+]
+PREDICTED = [
+    Flag("output", "FILE", "Where to: .npy or .csv (predictions.npy)."),
+    Flag("probabilities", "", "Of classes: those of all, not the likeliest."),
+    Flag("device", "NAME", "cpu, cuda or cuda:1 (the plan's)."),
 ]
 OUTPUT = Flag("output", "FILE", "Where the plan is written (plan.json).")
 SEQUENCES = Flag("sequences", "N", "Of an epoch (as the plan's histogram of lengths has them).")

@@ -1,6 +1,7 @@
 """One optimizer step: the same code in the probe and in training."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,10 @@ from oomguard.errors import MisuseError
 from oomguard.model import Recurrent, build, trainable
 from oomguard.spec import Spec
 
+How = Callable[[Microbatch], Candidate]
+"""How a microbatch is run."""
+Run = Callable[[Optimizer], None]
+"""Does what an optimizer's `step` does."""
 _PLAIN: dict[str, Callable[..., Optimizer]] = {"adam": Adam, "adamw": AdamW, "rmsprop": RMSprop, "adagrad": Adagrad}
 _IN_8_BITS = {"adam": "Adam8bit", "adamw": "AdamW8bit", "sgd-momentum": "SGD8bit", "rmsprop": "RMSprop8bit"}
 
@@ -103,31 +108,40 @@ def step(training: Training, microbatches: Iterable[Microbatch], targets: int, c
     `targets` is the number of real targets in the whole batch (`bptt.count_targets`), so that unequal microbatches
     weigh what they hold. `clip` is the largest norm of the whole batch's gradient.
     """
-    scale, done = 1.0 / max(1, targets), False
+    with no_gradient_left(training):
+        loss = accumulate(training, microbatches, targets)
+        return update(training, loss, clip)
+
+
+def accumulate(training: Training, microbatches: Iterable[Microbatch], targets: int, how: How | None = None) -> Tensor:
+    """Add the gradient of all microbatches to what there is; returns the loss.
+
+    `how` gives each microbatch a candidate of its own, for buckets; without it all are run as the training says.
+    """
+    scale, total = 1.0 / max(1, targets), None
     scaled = _scaled(training, scale)
-    try:
-        total = _accumulate(training, microbatches, scaled)
-        skipped, norm = _update(training, clip)
-        done = True
-    finally:  # a step that fails leaves no part of its gradient to the next one
-        training.optimizer.zero_grad(set_to_none=True)
-        if not done and training.scaler is not None:
-            training.scaler.update(training.scaler.get_scale())
-    return Outcome(loss=total * scale, skipped=skipped, norm=norm)
-
-
-def _accumulate(training: Training, microbatches: Iterable[Microbatch], scaled: float | Tensor) -> Tensor:
-    """The gradient of all microbatches, and the sum of their losses."""
-    total: Tensor | None = None
     for batch in microbatches:
-        loss = backward(training.model, batch, training.candidate, scaled)
+        loss = backward(training.model, batch, training.candidate if how is None else how(batch), scaled)
         total = loss if total is None else total + loss
         del batch  # otherwise this microbatch still lives while the next one is made
     if total is None:
         raise MisuseError(
             rule="A batch has at least one microbatch", got="got none", advice="Leave out the step of an empty batch."
         )
-    return total
+    return total * scale
+
+
+@contextmanager
+def no_gradient_left(training: Training) -> Iterator[None]:
+    """A step that fails leaves no part of its gradient to the next one, nor one that is done."""
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        training.optimizer.zero_grad(set_to_none=True)
+        if not done and training.scaler is not None:
+            training.scaler.update(training.scaler.get_scale())
 
 
 def _scaled(training: Training, scale: float) -> float | Tensor:
@@ -138,11 +152,16 @@ def _scaled(training: Training, scale: float) -> float | Tensor:
     return found
 
 
-def _update(training: Training, clip: float | None) -> tuple[bool, Tensor | None]:
-    """Clip the gradient of the whole batch, and update the weights unless fp16 overflowed."""
+def update(training: Training, loss: Tensor, clip: float | None = None, run: Run | None = None) -> Outcome:
+    """Clip the gradient of the whole batch, and update the weights unless fp16 overflowed.
+
+    `run` is given the optimizer instead of its `step` being called: the guard sees to failures in it.
+    """
     optimizer: Any = training.optimizer
-    if training.candidate.offload:
-        optimizer = _Visiting(optimizer)
+    if run is not None:
+        optimizer = _Run(optimizer, run)
+    elif training.candidate.offload:
+        optimizer = Visiting(optimizer)
     scaler, norm = training.scaler, None
     if scaler is not None:
         scaler.unscale_(optimizer)
@@ -150,11 +169,11 @@ def _update(training: Training, clip: float | None) -> tuple[bool, Tensor | None
         norm = _clip(trainable(training.model), clip)
     if scaler is None:
         optimizer.step()
-        return False, norm
+        return Outcome(loss=loss, norm=norm)
     before = scaler.get_scale()
     scaler.step(optimizer)
     scaler.update()
-    return scaler.get_scale() < before, norm
+    return Outcome(loss=loss, skipped=scaler.get_scale() < before, norm=norm)
 
 
 def _clip(parameters: list[torch.nn.Parameter], most: float) -> Tensor:
@@ -170,7 +189,18 @@ def _clip(parameters: list[torch.nn.Parameter], most: float) -> Tensor:
     return norm
 
 
-class _Visiting:
+class _Run:
+    """An optimizer whose step is somebody else's business."""
+
+    def __init__(self, optimizer: Optimizer, run: Run) -> None:
+        self.optimizer, self.run = optimizer, run
+        self.param_groups = optimizer.param_groups  # what GradScaler reads
+
+    def step(self) -> None:
+        self.run(self.optimizer)
+
+
+class Visiting:
     """An optimizer whose state lives in host memory and comes to the card for one parameter at a time.
 
     PyTorch's optimizers pass over parameters that have no gradient, so each is given its own in turn.

@@ -56,6 +56,20 @@ def read_number(name: str, text: str) -> int:
     return found
 
 
+def read_options(values: dict[str, Any], *groups: list[Flag]) -> dict[str, Any]:
+    """What was given of these flags, by field, for whoever checks them."""
+    return _values([one for group in groups for one in group], values)
+
+
+def read_path(values: dict[str, Any], command: str) -> str:
+    """The file of --data."""
+    if "data" not in values:
+        raise MisuseError(
+            rule=f"{command} needs data", got="got none", advice="Add --data with a .npy, .csv, .parquet or .txt file."
+        )
+    return str(values["data"])
+
+
 def _spec(model: str | None, name: str | None, fields: dict[str, Any]) -> Spec:
     if model is not None and re.fullmatch(r"[A-Za-z_][\w.]*:[\w.]+", model):
         raise MisuseError(
@@ -140,7 +154,7 @@ def _value(one: Flag, text: Any) -> Any:
             return float(text)
         except ValueError:
             return text
-    if one.name == "frozen":
+    if one.name == "frozen" or one.kind == "COLUMNS":
         return tuple(part.strip() for part in text.split(",") if part.strip())
     return _histogram(text) if one.name == "lengths" else text
 

@@ -52,6 +52,29 @@ SHOW_HELP = """Explain a plan: what was chosen and why, what it rests on, what t
 - oomguard show plan.json --sequences 50000
 - oomguard show plan.json --json"""
 
+TRAIN_HELP = """Execute a plan on data. If memory gets tight, the guard falls back a rung and loses nothing by it.
+
+The process starts again by itself with the allocator settings that the plan asks for. Ctrl-C ends it after the step,
+with a checkpoint. Several processes train together if torchrun starts them.
+
+[bold]Examples[/bold]
+
+- oomguard train plan.json --data prices.csv --target close --epochs 20 --schedule cosine --lr 0.002
+- oomguard train plan.json --data book.txt --steps 10000 --clip 1 --run runs/book --save-every 5min
+- oomguard train plan.json --data book.txt --steps 10000 --clip 1 --run runs/book --resume
+- torchrun --nproc-per-node 2 -m -- oomguard train plan.json --data waves.npy
+
+Exit codes: 0 it is trained, 1 memory ran out on the last rung (there is a checkpoint), 2 the question was wrong."""
+
+PREDICT_HELP = """Let the model of a run (its best by validation, otherwise its last) predict, sequence by sequence.
+
+The data has the form of the training data and is read as it was then, unless flags say otherwise.
+
+[bold]Examples[/bold]
+
+- oomguard predict runs/lstm-1000 --data new.csv --output predictions.csv
+- oomguard predict runs/book --data more.txt --probabilities --output next.npy"""
+
 
 def usage_error(error: Any, words: list[str]) -> MisuseError:
     """What typer says of a command line, in three beats."""
@@ -83,6 +106,8 @@ def usage_error(error: Any, words: list[str]) -> MisuseError:
         what = f"one {' and one '.join(arguments)} and options" if arguments else "options only"
         return MisuseError(rule=f"{command} takes {what}", got=f"got {shown(extra)}", advice="Put a flag before it.")
     if kind == "MissingParameter":
-        rule, advice = f"{command} takes the file of a plan", f"Write it as {command} plan.json."
+        run = command.endswith("predict")
+        what, name = ("the directory of a run", "runs/lstm-1000") if run else ("the file of a plan", "plan.json")
+        rule, advice = f"{command} takes {what}", f"Write it as {command} {name}."
         return MisuseError(rule=rule, got="got none", advice=advice)
     return MisuseError(rule=f"{command} must be called as its help says", got=message, advice=f"See {command} --help.")

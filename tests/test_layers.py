@@ -12,6 +12,7 @@ ORDER = [
         "errors",
         "units",
         "checks",
+        "files",
         "spec",
         "presets",
         "candidate",
@@ -23,7 +24,8 @@ ORDER = [
         "probe",
         "calibrate",
     ),
-    *("advice", "search", "plan", "data", "guard", "train", "report", "api", "flags", "typed", "usage", "cli"),
+    *("advice", "search", "plan", "data", "metrics", "guard", "checkpoint", "train", "report", "api"),
+    *("flags", "typed", "usage", "cli"),
 ]
 """Files and folders of the package, from the top; inside a folder, files may import one another."""
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))

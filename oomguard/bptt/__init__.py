@@ -14,13 +14,14 @@ loss is computed piece by piece, so the logits of the whole sequence never exist
 from torch import Tensor
 
 from oomguard.bptt.by_layer import by_layer
+from oomguard.bptt.evaluate import evaluate, outputs
 from oomguard.bptt.run import Microbatch, Run, count_targets
 from oomguard.bptt.segments import Stack, descend
 from oomguard.bptt.whole import chunked, plain, windowed
 from oomguard.candidate import Candidate
 from oomguard.model import Recurrent
 
-__all__ = ["Microbatch", "backward", "count_targets"]
+__all__ = ["Microbatch", "backward", "count_targets", "evaluate", "outputs"]
 
 
 def backward(model: Recurrent, batch: Microbatch, candidate: Candidate, scale: float | Tensor = 1.0) -> Tensor:

@@ -5,12 +5,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data.making import saved, written
+from data.making import numbers, saved, spec, written
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomguard.data.lengths import MOST, histogram, read_lengths
+from oomguard.data.lengths import MOST, histogram, lengths_histogram, read_lengths
+from oomguard.data.open import open_source
 from oomguard.errors import MisuseError
+from oomguard.spec import Spec
+
+
+def test_a_source_has_a_histogram_that_a_spec_takes() -> None:
+    source = open_source(numbers(11, 3), spec())
+    assert lengths_histogram(source) == {3: 1, 4: 2}
+    assert Spec(cell="gru", lengths=lengths_histogram(source)).steps == 4
 
 
 @given(st.lists(st.integers(1, 10**9), min_size=1, max_size=400), st.integers(1, 300))

@@ -1,0 +1,133 @@
+"""Claim: the loss falls as in plain PyTorch, on the adding problem at T = 1,000 and on the next character of a text.
+
+    python benchmarks/it_learns.py [STEPS] [--case adding|text]
+
+About 30 minutes for 600 steps. The same model with the same first weights learns the same batches twice: by `train`
+in exact segments and microbatches, and by a plain loop, the whole batch at once. Compared are all losses (they must
+agree while rounding has not yet led the two apart) and the mean of the last tenth.
+"""
+
+import argparse
+import csv
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+from results import print_row, publish
+
+import oomguard
+from oomguard.data.open import open_data
+from oomguard.data.options import DataOptions
+from oomguard.data.order import Bucket, Order
+from oomguard.model import build
+from oomguard.spec import Spec
+
+TEXT = Path(__file__).parent / "data" / "tides.txt"
+STEPS, AGREE, FIRST = 600, 0.05, 20
+"""How many of the first losses must agree to 1e-3, and the last tenth's mean to 5 %."""
+CASES: dict[str, dict[str, Any]] = {
+    "adding": {"cell": "lstm", "seq": 1000, "features": 2, "hidden": 64, "layers": 1, "batch": 32, "head": "last-step"},
+    "text": {"cell": "lstm", "seq": 100, "vocab": 64, "embedding": 32, "hidden": 128, "layers": 1, "batch": 16},
+}
+KNOBS: dict[str, dict[str, Any]] = {
+    "adding": {"microbatch": 16, "segments": 4},
+    "text": {"microbatch": 8, "segments": 2},
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "adding": {"lr": 2e-3, "clip": 1.0, "normalise": "none", "validation": 0},
+    "text": {"lr": 5e-3, "clip": 1.0, "characters": True, "stride": 20, "validation": 0},
+}
+WIDTHS = (10, 14, 14, 14, 14)
+
+
+def adding(rows: int, steps: int) -> np.ndarray:
+    """Numbers, two of them marked; the target is their sum."""
+    dice = np.random.default_rng(0)
+    found = np.zeros((rows, steps, 3), dtype=np.float32)
+    found[..., 0] = dice.random((rows, steps))
+    for row in found:
+        row[dice.choice(steps // 2), 1] = row[steps // 2 + dice.choice(steps // 2), 1] = 1
+    found[..., 2] = (found[..., 0] * found[..., 1]).sum(axis=1, keepdims=True)
+    return found
+
+
+def by_hand(spec: Spec, data: Any, options: dict[str, Any], steps: int) -> list[float]:
+    """The losses of a plain loop."""
+    names = {name: value for name, value in options.items() if name not in ("lr", "clip")}
+    source = open_data(data, spec, DataOptions(**names)).train
+    torch.manual_seed(0)
+    model = build(spec)
+    optimizer = torch.optim.Adam(model.parameters(), lr=options["lr"])
+    losses = []
+    for rows in batches(spec, source.lengths, steps):
+        loss = torch.zeros(())
+        for length in {*source.lengths[rows].tolist()}:  # one, but for the end of the text
+            pairs = [source[int(one)] for one in rows if source.lengths[one] == length]
+            loss = loss + summed(model, *(torch.from_numpy(np.stack(part)) for part in zip(*pairs, strict=True)))
+        targets = len(rows) if spec.head == "last-step" else int(source.lengths[rows].sum())
+        loss = loss / targets
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), options["clip"])
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def summed(model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The sum of the losses of some sequences of one length."""
+    outputs, _ = model(inputs.transpose(0, 1), None)
+    if targets.is_floating_point():
+        return torch.nn.functional.mse_loss(outputs, targets, reduction="sum")
+    return torch.nn.functional.cross_entropy(outputs.flatten(0, 1), targets.T.flatten(), reduction="sum")
+
+
+def batches(spec: Spec, lengths: Any, steps: int) -> Iterator[Any]:
+    """The batches as `train` draws them."""
+    order = Order(lengths=lengths, buckets=(Bucket(longest=spec.steps, microbatch=1),), batch=spec.batch)
+    for number in range(steps):
+        yield order.epoch(number // len(order)).sequences(number % len(order))
+
+
+def by_train(plan: oomguard.Plan, data: Any, options: dict[str, Any], steps: int) -> list[float]:
+    """The losses of ours."""
+    with tempfile.TemporaryDirectory() as run, warnings.catch_warnings(action="ignore"):
+        oomguard.train(plan, data, run=run, steps=steps, **options)
+        with open(Path(run) / "metrics.csv", newline="") as file:
+            return [float(row["loss"]) for row in csv.DictReader(file)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("steps", nargs="?", type=int, default=STEPS)
+    parser.add_argument("--case", choices=[*CASES])
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    data: dict[str, Callable[[], Any]] = {"adding": lambda: adding(2048, 1000), "text": lambda: str(TEXT)}
+    result: dict[str, Any] = {"steps": asked.steps, "rows": []}
+    claims = {}
+    print_row(("", "first loss", "by hand, last", "train, last", "apart, first"), WIDTHS)
+    for name in [asked.case] if asked.case else CASES:
+        plan = oomguard.find_feasible_config(**CASES[name], **KNOBS[name], threads=1, allow="none", max_probes=1)
+        given = data[name]()
+        options = OPTIONS[name] | ({"cache": tempfile.mkdtemp()} if name == "text" else {})
+        ours = by_train(plan, given, options, asked.steps)
+        plain = by_hand(plan.spec, given, options, asked.steps)
+        few = max(1, asked.steps // 10)
+        last = [fmean(losses[-few:]) for losses in (plain, ours)]
+        apart = max(abs(a - b) / b for a, b in zip(ours[:FIRST], plain[:FIRST], strict=True))
+        print_row((name, f"{plain[0]:.4f}", f"{last[0]:.4f}", f"{last[1]:.4f}", f"{apart:.1e}"), WIDTHS)
+        result["rows"].append({"case": name, "first": plain[0], "by_hand": last[0], "train": last[1], "apart": apart})
+        claims[f"{name}: the first {FIRST} losses agree to 1e-3"] = apart <= 1e-3
+        claims[f"{name}: the last losses are at most 5 % above those by hand"] = last[1] <= (1 + AGREE) * last[0]
+        claims[f"{name}: the loss falls"] = last[1] < fmean(ours[:few])
+    publish("it_learns", result, claims, whole=asked.steps >= STEPS and asked.case is None)
+
+
+if __name__ == "__main__":
+    main()

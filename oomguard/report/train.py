@@ -1,0 +1,68 @@
+"""A training on the screen: a bar while it runs, on a terminal only, and what came of it."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from oomguard.plan.phrases import figure
+from oomguard.report.common import printer
+from oomguard.train.job import Result, Told
+from oomguard.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@contextmanager
+def follow(*, quiet: bool = False) -> Iterator[Callable[[Told], None] | None]:
+    """A bar on stderr that follows a training; None if nobody would see it."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TimeRemainingColumn())
+    with Progress(*columns, console=Console(file=sys.stderr), refresh_per_second=4, transient=True) as bar:
+        task = bar.add_task("reading the data", total=None)
+
+        def take(told: Told) -> None:
+            bar.update(task, description=told_words(told), completed=told.step, total=told.total)
+
+        yield take
+
+
+def told_words(told: Told) -> str:
+    """A training in one line.
+
+    >>> told_words(Told(step=3, total=10, loss=0.25, validation=None, tokens_per_second=1234.5, peak_bytes=1 << 20,
+    ...                 budget_bytes=1 << 30, rung=1))
+    'step 3 of 10, loss 0.25, 1,234 tokens/s, peak 1.00 MiB of 1.00 GiB, fallback 1'
+    """
+    words = [f"step {told.step:,} of {told.total:,}", f"loss {told.loss:.4g}"]
+    words += [] if told.validation is None else [f"validation {told.validation:.4g}"]
+    words.append(f"{figure(told.tokens_per_second)} tokens/s")
+    if told.peak_bytes:
+        words.append(f"peak {format_bytes(told.peak_bytes)} of {format_bytes(told.budget_bytes)}")
+    return ", ".join([*words, *([f"fallback {told.rung}"] if told.rung else [])])
+
+
+def result_json(result: Result) -> dict[str, Any]:
+    """As `--json` prints it."""
+    names = ("steps", "loss", "validation_loss", "ended", "rung", "peak_bytes")
+    return {"run": str(result.run)} | {name: getattr(result, name) for name in names}
+
+
+def show_training(result: Result, console: "Console") -> None:
+    """What came of a training, in a few lines."""
+    say = printer(console)
+    why = {"done": "Trained", "patience": "Stopped early", "interrupted": "Interrupted"}[result.ended]
+    losses = [] if result.loss is None else [f"loss {result.loss:.6g}"]
+    losses += [] if result.validation_loss is None else [f"best validation loss {result.validation_loss:.6g}"]
+    say(f"{why} after {result.steps:,} steps" + (f": {', '.join(losses)}." if losses else "."))
+    rung = f" It ended on fallback {result.rung} of the plan." if result.rung else ""
+    say(f"It peaked at {format_bytes(result.peak_bytes)}.{rung}")
+    say(f"Checkpoints, metrics and events are in {result.run}.")
+    if result.ended == "interrupted":
+        say("To go on, add --resume.")

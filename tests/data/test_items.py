@@ -1,0 +1,188 @@
+"""Data from Python: Datasets, generators and iterables of pairs."""
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from data.making import inputs_of, numbers, spec, targets_of, tokens
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from oomguard.data.open import open_data, open_source
+from oomguard.data.options import DataOptions
+from oomguard.data.rows import Rows
+from oomguard.errors import MisuseError
+
+Pairs = list[tuple[Any, Any]]
+
+
+class Listed(Dataset[Any]):
+    """A map-style Dataset that counts how often it is asked."""
+
+    def __init__(self, pairs: Pairs) -> None:
+        self.pairs, self.asked = pairs, 0
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> Any:
+        self.asked += 1
+        return self.pairs[index]
+
+
+class Measured(Listed):
+    @property
+    def lengths(self) -> list[int]:
+        return [len(pair[0]) for pair in self.pairs]
+
+
+class Streamed(IterableDataset[Any]):
+    def __init__(self, pairs: Pairs) -> None:
+        self.pairs = pairs
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.pairs)
+
+
+def pairs(*lengths: int) -> Pairs:
+    return [(numbers(n, 2) + 100 * i, numbers(n, 1) + 100 * i) for i, n in enumerate(lengths)]
+
+
+def generated(given: Pairs) -> Iterator[Any]:
+    yield from given
+
+
+FORMS = pytest.mark.parametrize("form", [Listed, Streamed, generated, list])
+
+
+@FORMS
+def test_pairs_come_as_they_were_given(form: Any) -> None:
+    given = pairs(3, 1, 4)
+    source = open_source(form(given), spec())
+    assert source.lengths.tolist() == [3, 1, 4]
+    assert inputs_of(source) == [one.tolist() for one, _ in given]
+    assert targets_of(source) == [one.tolist() for _, one in given]
+
+
+@FORMS
+def test_tensors_of_tokens_and_classes_will_do(form: Any) -> None:
+    given = [(torch.tensor([1, 2, 3]), torch.tensor(4)), (torch.tensor([5]), torch.tensor(0))]
+    source = open_source(form(given), tokens(head="last-step"))
+    assert (inputs_of(source), [int(one) for one in targets_of(source)]) == ([[1, 2, 3], [5]], [4, 0])
+
+
+def test_a_tensor_dataset_is_a_source() -> None:
+    inputs, targets = torch.randn(5, 4, 2), torch.randn(5, 4, 1)
+    found = open_source(TensorDataset(inputs, targets), spec())
+    np.testing.assert_array_equal(found[3][0], inputs[3])
+
+
+def test_a_tensor_is_an_array() -> None:
+    whole: Tensor = torch.randn(5, 4, 3)
+    np.testing.assert_array_equal(open_source(whole, spec())[2][1], whole[2, :, 2:])
+
+
+def test_a_dataset_that_knows_its_lengths_is_not_read_at_first() -> None:
+    dataset = Measured(pairs(3, 2))
+    source = open_source(dataset, spec())
+    assert dataset.asked == 0
+    source[1]
+    assert dataset.asked == 1
+
+
+def test_a_generator_is_on_the_disk_and_not_in_memory(tmp_path: Path) -> None:
+    source = open_source(generated(pairs(3, 2)), spec(), DataOptions(cache=str(tmp_path)))
+    assert isinstance(source, Rows)
+    [home] = tmp_path.iterdir()
+    assert (home / "inputs").stat().st_size == 5 * 2 * 4
+    del source
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_generator_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(MisuseError, match="pair 1"):
+        open_source(generated([*pairs(3), (1, 2)]), spec(), DataOptions(cache=str(tmp_path)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_generator_without_end_needs_a_limit() -> None:
+    def endless() -> Iterator[Any]:
+        while True:
+            yield from pairs(2)
+
+    assert len(open_source(endless(), spec(), DataOptions(limit=7))) == 7
+
+
+@FORMS
+def test_sequences_are_truncated_only_if_asked(form: Any) -> None:
+    with pytest.raises(MisuseError, match=r"1 .*has 6 steps \(1 are too long\)|item 1 has 6 steps"):
+        open_source(form(pairs(3, 6)), spec())
+    source = open_source(form(pairs(3, 6)), spec(), DataOptions(truncate=True))
+    assert (source.truncated, source.lengths.tolist()) == (1, [3, 4])
+    assert source[1][0].tolist() == (numbers(4, 2) + 100).tolist()
+
+
+@FORMS
+def test_a_nan_is_named_dropped_or_zero(form: Any) -> None:
+    given = pairs(3, 2)
+    given[0][0][2, 1] = np.nan
+    with pytest.raises(MisuseError, match=r"(item|pair) 0, step 2, column 1 is nan"):
+        inputs_of(open_source(form(given), spec()))
+    assert open_source(form(given), spec(), DataOptions(nan="drop")).lengths.tolist() == [2]
+    assert open_source(form(given), spec(), DataOptions(nan="zero"))[0][0][2].tolist() == [4, 0]
+
+
+@FORMS
+@pytest.mark.parametrize(
+    ("item", "told"),
+    [
+        (
+            (numbers(3, 5), numbers(3, 1)),
+            r"inputs of (item|pair) 1 must be numbers, 3 x 2, but they are float32, 3 x 5",
+        ),
+        ((numbers(3, 2), numbers(2, 1)), r"targets of (item|pair) 1 must be numbers, 3 x 1, but .* 2 x 1"),
+        ((numbers(0, 2), numbers(0, 1)), r"(item|pair) 1 has none"),
+        (numbers(3, 2), r"(item|pair) 1 is ndarray"),
+        (("a", "b"), r"inputs of (item|pair) 1 must be numbers"),
+    ],
+)
+def test_an_item_that_is_wrong_is_named(form: Any, item: Any, told: str) -> None:
+    with pytest.raises(MisuseError, match=told):
+        open_source(form([*pairs(3), item]), spec())
+
+
+@FORMS
+def test_a_class_out_of_range_is_named(form: Any) -> None:
+    given = [(numbers(3, 2), np.array([0, 1, 2])), (numbers(2, 2), np.array([0, 3]))]
+    with pytest.raises(MisuseError, match=r"0 to 2, but the target of (item|pair) 1, step 1, column 0 is 3"):
+        open_source(form(given), spec(loss="cross-entropy", outputs=3))
+
+
+@FORMS
+def test_no_pairs_at_all_are_refused(form: Any) -> None:
+    with pytest.raises(MisuseError, match="has none"):
+        open_source(form([]), spec())
+
+
+def test_what_is_no_data_is_refused() -> None:
+    with pytest.raises(MisuseError, match="Data is a path"):
+        open_source(5, spec())
+
+
+@FORMS
+def test_pairs_are_split_by_series(form: Any) -> None:
+    options = DataOptions(validation=0.3, normalise="none")
+    data = open_data(form(pairs(*[2] * 10)), spec(), options)
+    assert data.validation is not None
+    firsts = [int(one[0][0]) // 100 for side in (data.train, data.validation) for one in inputs_of(side)]
+    assert (len(data.validation), sorted(firsts)) == (3, list(range(10)))
+
+
+def test_a_dataset_is_not_split_by_time() -> None:
+    with pytest.raises(MisuseError, match="--split series"):
+        open_data(Listed(pairs(2, 2)), spec(), DataOptions(split="time"))

@@ -1,0 +1,71 @@
+"""Plans for this processor without a search, and data to train them on."""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from plan.making import reckoned
+
+from oomguard.candidate import make_candidate
+from oomguard.device.cpu import cpu_name
+from oomguard.estimate.breakdown import estimate_step
+from oomguard.estimate.place import CPU
+from oomguard.plan.value import Expected, Plan, Rung, Where, figures
+from oomguard.spec import Spec
+from oomguard.units import GIB
+
+SMALL: dict[str, Any] = {"cell": "gru", "seq": 6, "features": 2, "hidden": 5, "layers": 1, "batch": 8}
+LADDER = ((8, 1), (4, 1), (2, 1), (1, 1), (1, 2), (1, 6))
+"""Microbatch and segments of each rung."""
+
+
+@cache
+def _any_plan() -> Plan:
+    return reckoned(seq=10, hidden=8)
+
+
+def plan_of(rungs: Sequence[tuple[int, int]] = LADDER, knobs: dict[str, Any] | None = None, **fields: Any) -> Plan:
+    """A plan for the CPU with these rungs, each expected to need what the estimate says."""
+    spec = Spec(**SMALL | fields)
+    made = [rung_of(spec, rows, segments, {"threads": 1} | (knobs or {})) for rows, segments in rungs]
+    first, *fallbacks = made
+    any_plan = _any_plan()
+    return msgspec.structs.replace(
+        any_plan,
+        spec=spec,
+        candidate=first.candidate,
+        where=Where.of(CPU),
+        budget_bytes=4 * GIB,
+        allow=("precision", "window", "8bit"),
+        estimate=first.estimate,
+        expected=first.expected,
+        fallbacks=tuple(fallbacks),
+        buckets=(),
+        padding=None,
+        environment=msgspec.structs.replace(any_plan.environment, device="cpu", title=cpu_name()),
+        exports={},
+    )
+
+
+def rung_of(spec: Spec, rows: int, segments: int, knobs: dict[str, Any]) -> Rung:
+    candidate = make_candidate(spec, microbatch=rows, segments=segments, **knobs)
+    found = figures(estimate_step(spec, candidate, CPU))
+    peak = Expected(peak_bytes=found.total_bytes, margin_bytes=0, seconds_per_step=None)
+    return Rung(candidate=candidate, estimate=found, expected=peak)
+
+
+def numbers(rows: int = 40, steps: int = 6, features: int = 2, seed: int = 0) -> NDArray[np.float32]:
+    """Inputs and, in the last column, a target that can be learned from them."""
+    inputs = np.random.default_rng(seed).normal(size=(rows, steps, features)).astype(np.float32)
+    target = np.cumsum(inputs.sum(axis=2, keepdims=True), axis=1) / steps
+    return np.concatenate([inputs, target], axis=2).astype(np.float32)
+
+
+def saved(path: Path, **options: Any) -> str:
+    """The same in a file."""
+    np.save(path, numbers(**options))
+    return str(path)

@@ -1,0 +1,165 @@
+"""`oomguard train` and `oomguard predict`: flags, messages, exit codes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import numpy as np
+import pytest
+from plans import LADDER, numbers, plan_of, saved
+from rich.console import Console
+
+import oomguard
+from oomguard import cli
+from oomguard import step as step_file
+from oomguard.cli import run
+from oomguard.data.options import DataOptions
+from oomguard.flags import DATA, TRAINED
+from oomguard.report.train import follow, show_training
+from oomguard.train.job import Result
+from oomguard.train.options import Schedule, TrainOptions
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a plan and data."""
+    oomguard.save_plan(plan_of(), tmp_path / "plan.json")
+    saved(tmp_path / "data.npy")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_plan_is_trained_and_the_run_told(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "plan.json", "--data", "data.npy", "--epochs", "2", "--run", "r", "--validation", "0"]) == 0
+    told = capsys.readouterr()
+    assert "Trained after 10 steps: loss" in told.out
+    assert told.err == ""
+    assert (here / "r" / "metrics.csv").exists()
+
+
+def test_as_json_it_is_one_document(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "plan.json", "--data", "data.npy", "--steps", "3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["run"], found["steps"], found["ended"], found["rung"]) == ("runs/gru-6", 3, "done", 0)
+
+
+def test_a_run_is_taken_up_and_used(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ("--steps 2", "--steps 4 --resume"):
+        assert run(f"train plan.json --data data.npy --run r {words}".split()) == 0
+    capsys.readouterr()
+    assert run(["predict", "r", "--data", "data.npy", "--output", "p.npy"]) == 0
+    assert capsys.readouterr().out == "p.npy\n"
+    assert np.load(here / "p.npy").shape == (40, 6, 1)
+
+
+def test_a_table_is_read_as_the_flags_say(here: Path) -> None:
+    rows = numbers(rows=4, steps=30).reshape(-1, 3)
+    lines = [f"{i // 30},{a},{b},{c}" for i, (a, b, c) in enumerate(rows.tolist())]
+    (here / "data.csv").write_text("\n".join(["shop,open,high,close", *lines]) + "\n")
+    words = "--columns open,high --target close --id shop --stride 6 --split series --validation 0.25 --nan zero"
+    assert run(f"train plan.json --data data.csv --run r {words}".split()) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("train", "oomguard train takes the file of a plan"),
+        ("train plan.json", "oomguard train needs data"),
+        ("train plan.json --data nowhere.npy", "nowhere.npy is not (there is no such file)"),
+        ("train plan.json --data data.npy --validation 2", "--validation must be a share"),
+        ("train plan.json --data data.npy --lr fast", "--lr must be a number above 0"),
+        ("train plan.json --data data.npy --epochs x", "--epochs must be a whole number"),
+        ("train plan.json --data data.npy --scheduel cosine", "Did you mean --schedule"),
+        ("train plan.json --data data.npy --model nowhere:model", "nowhere:model"),
+        ("train other.json --data data.npy", "other.json cannot be read"),
+        ("predict", "oomguard predict takes the directory of a run"),
+        ("predict nowhere --data data.npy", "there is no checkpoint in nowhere"),
+        ("predict r --data data.npy --output p.txt", ".npy or .csv"),
+    ],
+)
+def test_misuse_is_one_message_and_exit_code_2(
+    here: Path, capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    assert run(words.split()) == 2
+    told = capsys.readouterr()
+    assert message in told.err
+    assert told.out == ""
+
+
+def test_bad_data_is_named_with_its_place(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = numbers()
+    data[3, 2, 1] = np.nan
+    np.save(here / "data.npy", data)
+    assert run(["train", "plan.json", "--data", "data.npy"]) == 2
+    assert "data.npy, sequence 3, step 2, column 1 is nan" in capsys.readouterr().err
+
+
+def test_the_bottom_of_the_ladder_is_exit_code_1_with_a_checkpoint(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oomguard.save_plan(plan_of(rungs=LADDER[:1]), "plan.json")
+
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(step_file, "backward", failing)
+    assert run(["train", "plan.json", "--data", "data.npy", "--run", "r"]) == 1
+    assert "The last rung of the plan" in capsys.readouterr().err
+    assert [*(here / "r" / "checkpoints").iterdir()]
+
+
+def test_the_process_starts_again_with_the_plans_environment(here: Path) -> None:
+    plan = msgspec.structs.replace(plan_of(), exports={"MALLOC_ARENA_MAX": "1"})
+    oomguard.save_plan(plan, "plan.json")
+    words = [
+        sys.executable,
+        "-W",
+        "error",
+        "-m",
+        "oomguard",
+        *["train", "plan.json", "--data", "data.npy", "--steps", "1"],
+    ]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_it_starts_again_only_if_something_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(cli, "_started_with", ["train", "plan.json"])
+    monkeypatch.setattr(os, "execve", lambda *given: started.append(given))
+    monkeypatch.setenv("ONE", "1")
+    cli._start_again({"ONE": "1"})
+    assert started == []
+    cli._start_again({"ONE": "2"})
+    assert started[0][1][1:] == ["-m", "oomguard", "train", "plan.json"]
+    assert started[0][2]["ONE"] == "2"
+
+
+def test_every_option_has_its_flag() -> None:
+    names = {one.name.replace("-", "_") for one in (*DATA, *TRAINED)}
+    options = {*TrainOptions.__struct_fields__, *DataOptions.__struct_fields__}
+    assert names - {"data", "model"} == options - {"limit"}  # which is for what only comes from Python
+
+
+def test_the_schedules_are_those_that_the_help_names() -> None:
+    assert next(one.choices for one in TRAINED if one.name == "schedule") == get_args(Schedule)
+
+
+def test_nothing_is_shown_where_nobody_looks() -> None:
+    with follow() as progress:
+        assert progress is None
+
+
+def test_an_interrupted_run_says_how_to_go_on() -> None:
+    told: Any = {"steps": 3, "loss": 0.5, "validation_loss": None, "ended": "interrupted", "rung": 2, "peak_bytes": 1}
+    console = Console(width=100)
+    with console.capture() as captured:
+        show_training(Result(run=Path("r"), model=None, **told), console)  # type: ignore[arg-type]
+    assert "Interrupted after 3 steps: loss 0.5." in captured.get()
+    assert "fallback 2" in captured.get()
+    assert "--resume" in captured.get()

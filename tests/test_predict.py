@@ -1,0 +1,143 @@
+"""Predictions: the model's own outputs, in the units of the data, in every form."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from plans import numbers, plan_of
+
+import oomguard
+from oomguard.bptt import Microbatch, evaluate, outputs
+from oomguard.candidate import Candidate
+from oomguard.errors import MisuseError
+from oomguard.model import build
+from oomguard.spec import Spec
+from oomguard.train import predict as predict_file
+
+
+def trained(run: Path, data: Any = None, plan: Any = None, **options: Any) -> Any:
+    usual: dict[str, Any] = {"validation": 0, "epochs": 2, "run": str(run), "lr": 0.01}
+    return oomguard.train(plan or plan_of(), numbers() if data is None else data, **usual | options)
+
+
+def test_predictions_are_the_outputs_of_the_model(tmp_path: Path) -> None:
+    result = trained(tmp_path, normalise="none")
+    data = numbers(rows=7, seed=1)
+    with torch.no_grad():
+        own, _ = result.model(torch.from_numpy(data[..., :2]).transpose(0, 1), None)
+    assert np.allclose(oomguard.predict(str(tmp_path), data), own.transpose(0, 1).numpy(), atol=1e-6)
+
+
+def test_predictions_are_in_the_units_of_the_targets(tmp_path: Path) -> None:
+    data = numbers(rows=60)
+    data[..., 2] = data[..., 2] * 1000 + 50_000
+    trained(tmp_path, data, normalise="both", epochs=1)
+    found = oomguard.predict(str(tmp_path), data)
+    assert 45_000 < found.mean() < 55_000
+
+
+@pytest.mark.parametrize("output", ["predictions.npy", "predictions.csv"])
+def test_predictions_in_a_file_are_those_in_memory(tmp_path: Path, output: str) -> None:
+    trained(tmp_path / "run")
+    data = numbers(rows=9, seed=1)
+    wanted = oomguard.predict(str(tmp_path / "run"), data)
+    path = oomguard.predict(str(tmp_path / "run"), data, output=str(tmp_path / output))
+    if output.endswith("npy"):
+        assert np.array_equal(np.load(path), wanted)
+    else:
+        lines = np.loadtxt(path, delimiter=",", skiprows=1)
+        assert np.array_equal(lines[:, :2], [[n, t] for n in range(9) for t in range(6)])
+        assert np.allclose(lines[:, 2], wanted.ravel())
+
+
+def test_what_comes_after_a_short_sequence_is_empty(tmp_path: Path) -> None:
+    pairs = [(one[: 2 + i % 5, :2], one[: 2 + i % 5, 2:]) for i, one in enumerate(numbers())]
+    trained(tmp_path, pairs)
+    found = oomguard.predict(str(tmp_path), pairs[:7])
+    assert [int(np.isfinite(one).sum()) for one in found] == [2, 3, 4, 5, 6, 2, 3]
+
+
+def text(tmp_path: Path) -> str:
+    path = tmp_path / "text.txt"
+    path.write_text("so we beat on, boats against the current. " * 20)
+    return str(path)
+
+
+def test_of_text_the_likeliest_token_or_all_probabilities(tmp_path: Path) -> None:
+    plan = plan_of(vocab=40, features=None, seq=10)
+    trained(tmp_path / "run", text(tmp_path), plan=plan, characters=True)
+    likeliest = oomguard.predict(str(tmp_path / "run"), text(tmp_path))
+    shares = oomguard.predict(str(tmp_path / "run"), text(tmp_path), probabilities=True)
+    real = likeliest >= 0
+    assert np.allclose(shares[real].sum(-1), 1, atol=1e-5)
+    assert np.array_equal(shares[real].argmax(-1), likeliest[real])
+
+
+def test_predictions_are_of_the_best_by_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from oomguard.train import loop
+
+    losses = iter([1.0, 2.0])
+    monkeypatch.setattr(loop, "validate", lambda *_: next(losses))
+    trained(tmp_path, validation=0.2, normalise="none")
+    best = predict_file._newest(tmp_path)
+    assert best.step == 4
+    assert best.facts["best"] == 1.0
+
+
+def test_a_shortage_of_memory_halves_the_microbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(tmp_path)
+    data, rows = numbers(rows=9, seed=1), []
+    wanted = oomguard.predict(str(tmp_path), data)
+
+    def failing(model: Any, batch: Microbatch, candidate: Candidate) -> Any:
+        rows.append(batch.inputs.shape[1])
+        if rows[-1] > 4:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return outputs(model, batch, candidate)
+
+    monkeypatch.setattr(predict_file, "outputs", failing)
+    assert np.allclose(oomguard.predict(str(tmp_path), data), wanted, atol=1e-6)
+    assert max(rows[-3:]) <= 4
+
+
+@pytest.mark.parametrize("segments", [1, 3, 5])
+@pytest.mark.parametrize("lengths", [None, [5, 3, 4]])
+@pytest.mark.parametrize(
+    "fields", [{}, {"head": "last-step"}, {"bidirectional": True}, {"batch_first": True, "cell": "lstm"}], ids=str
+)
+def test_an_evaluation_in_pieces_is_that_of_the_whole(
+    fields: dict[str, Any], lengths: list[int] | None, segments: int
+) -> None:
+    usual: dict[str, Any] = {"cell": "gru", "seq": 5, "features": 2, "hidden": 4, "batch": 3}
+    spec = Spec(**usual | fields)
+    model = build(spec).eval()
+    inputs, shape = torch.randn(3, 5, 2), (3, 5, 1) if spec.head == "per-step" else (3, 1)
+    targets = torch.randn(shape)
+    if not spec.batch_first:
+        inputs = inputs.transpose(0, 1)
+        targets = targets.transpose(0, 1) if spec.head == "per-step" else targets
+    batch = Microbatch(inputs, targets, None if lengths is None else torch.tensor(lengths))
+    with torch.no_grad():
+        whole, _ = model(inputs, None, batch.lengths)
+    if spec.head == "per-step" and not spec.batch_first:
+        whole, targets = whole.transpose(0, 1), targets.transpose(0, 1)
+    found = outputs(model, batch, Candidate(microbatch=3, segments=segments))
+    squares = (whole - targets) ** 2
+    if lengths is not None and spec.head == "per-step":
+        mask = torch.arange(5) < torch.tensor(lengths)[:, None]
+        squares, whole, found = squares[mask], whole[mask], found[mask]
+    assert torch.allclose(found, whole, atol=1e-6)
+    total = evaluate(model, batch, Candidate(microbatch=3, segments=segments))
+    assert float(total) == pytest.approx(float(squares.sum()), rel=1e-5)
+
+
+def test_without_a_run_there_is_nothing_to_predict_with(tmp_path: Path) -> None:
+    with pytest.raises(MisuseError, match="no checkpoint"):
+        oomguard.predict(str(tmp_path), numbers())
+
+
+def test_another_suffix_is_misuse(tmp_path: Path) -> None:
+    with pytest.raises(MisuseError, match=r"\.npy or \.csv"):
+        oomguard.predict(str(tmp_path), numbers(), output="predictions.xlsx")

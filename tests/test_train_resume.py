@@ -1,0 +1,147 @@
+"""Runs that are interrupted: whatever ends them, they go on as if nothing had."""
+
+import csv
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from plans import numbers, plan_of
+from test_train import weights
+
+import oomguard
+from oomguard.checkpoint import load
+from oomguard.errors import MisuseError
+from oomguard.guard.ladder import Standing
+from oomguard.metrics import Events
+from oomguard.train import loop
+from oomguard.train.job import Result
+
+STEPS = 40
+
+
+def train(run: Path, **options: Any) -> Result:
+    """A run with all that is random in it: dropout, the order, the split."""
+    plan = plan_of(dropout=0.3, layers=2)
+    usual: dict[str, Any] = {"validation": 0.1, "steps": STEPS, "clip": 1.0, "schedule": "cosine", "save_every": "3"}
+    return oomguard.train(plan, numbers(), run=str(run), **usual | options)
+
+
+def in_a_child(run: Path, pause: float) -> None:
+    """A run whose steps take a while, so that it can be killed within one."""
+    step = loop.Trainer.step
+
+    def slow(*given: Any) -> Any:
+        time.sleep(pause)
+        return step(*given)
+
+    setattr(loop.Trainer, "step", slow)  # noqa: B010 (mypy)
+    train(run, resume=True)
+    os._exit(0)
+
+
+def steps_of(run: Path) -> list[int]:
+    with open(run / "metrics.csv", newline="") as file:
+        return [int(row["step"]) for row in csv.DictReader(file)]
+
+
+def test_a_run_that_is_killed_again_and_again_ends_with_the_weights_of_one_that_was_not(tmp_path: Path) -> None:
+    whole, dice, kills = train(tmp_path / "whole"), Random(1), 0
+    context = multiprocessing.get_context("fork")
+    while kills < 5:
+        child = context.Process(target=in_a_child, args=(tmp_path / "killed", 0.03))
+        child.start()
+        child.join(0.1 + dice.random())
+        if child.exitcode is not None:
+            break
+        assert child.pid is not None
+        os.kill(child.pid, signal.SIGKILL)
+        child.join()
+        kills += 1
+    assert kills >= 3
+    resumed = train(tmp_path / "killed", resume=True)
+    assert resumed.steps == STEPS
+    assert torch.equal(weights(whole.model), weights(resumed.model))
+    assert steps_of(tmp_path / "killed") == [*range(1, STEPS + 1)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    count = loop.Trainer._count
+
+    def at_seven(trainer: Any, *rest: Any) -> None:
+        count(trainer, *rest)
+        if trainer.state.step == 7:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(loop.Trainer, "_count", at_seven)
+    result = train(tmp_path)
+    assert (result.ended, result.steps) == ("interrupted", 7)
+    last = load(tmp_path / "checkpoints")
+    assert last is not None
+    assert last.step == 7
+
+
+def test_a_resumed_run_drops_the_rows_after_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = loop.Trainer._count
+
+    def at_five(trainer: Any, *rest: Any) -> None:
+        count(trainer, *rest)
+        if trainer.state.step == 5:
+            raise KeyError("something else")
+
+    monkeypatch.setattr(loop.Trainer, "_count", at_five)
+    with pytest.raises(KeyError):
+        train(tmp_path)
+    assert steps_of(tmp_path) == [1, 2, 3, 4, 5]
+    monkeypatch.undo()
+    train(tmp_path, resume=True, steps=6)
+    assert steps_of(tmp_path) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_resumed_run_goes_on_from_the_same_rung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = loop.Trainer.run
+
+    def lower(trainer: Any) -> Any:
+        trainer.guard.standing = Standing(rung=2, quiet=7)
+        return run(trainer)
+
+    monkeypatch.setattr(loop.Trainer, "run", lower)
+    train(tmp_path, steps=3)
+    monkeypatch.undo()
+    resumed = train(tmp_path, steps=6, resume=True)
+    assert resumed.rung == 2
+    assert Events(tmp_path / "events.jsonl").read()[-1].figures["rung"] == 2
+
+
+def test_a_run_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
+    train(tmp_path, steps=1)
+    with pytest.raises(MisuseError, match="--resume"):
+        train(tmp_path, steps=1)
+
+
+def test_a_run_does_not_go_on_with_other_data(tmp_path: Path) -> None:
+    train(tmp_path, steps=1)
+    other = np.concatenate([numbers(), numbers(rows=3)])
+    with pytest.raises(MisuseError, match="the data that it began with"):
+        oomguard.train(plan_of(dropout=0.3, layers=2), other, run=str(tmp_path), resume=True)
+
+
+def test_only_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
+    train(tmp_path, steps=9, save_every="1", keep=2)
+    assert len([*(tmp_path / "checkpoints").iterdir()]) == 2
+
+
+def test_a_finished_run_that_is_resumed_does_nothing_more(tmp_path: Path) -> None:
+    one = train(tmp_path, steps=4)
+    two = train(tmp_path, steps=4, resume=True)
+    assert two.ended == "done"
+    assert torch.equal(weights(one.model), weights(two.model))

@@ -1,0 +1,64 @@
+"""Tiny trainings that are the same in every run, for the tests of what interrupts them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oomguard.bptt import Microbatch
+from oomguard.candidate import make_candidate
+from oomguard.checkpoint import Checkpoint, load
+from oomguard.spec import Spec
+from oomguard.step import Training, prepare, step
+
+STEPS, ROWS = 5, 4
+
+
+def spec_of(**more: Any) -> Spec:
+    given: dict[str, Any] = {"cell": "gru", "seq": STEPS, "vocab": 7, "hidden": 4, "dropout": 0.3, "batch": ROWS}
+    return Spec(**given | more)
+
+
+PLAIN = spec_of()
+
+
+def train(training: Training, first: int, last: int) -> None:
+    """Optimizer steps on data that depends on the number of the step alone."""
+    spec = training.model.spec
+    for number in range(first, last):
+        generator = torch.Generator().manual_seed(number)
+        tokens = torch.randint(0, 7, (STEPS, ROWS), generator=generator)
+        inputs = tokens if spec.vocab else torch.randn(STEPS, ROWS, 3, generator=generator)
+        targets = tokens if spec.vocab else inputs[..., :1]
+        batch = Microbatch(inputs.to(training.model.device), targets.to(training.model.device))
+        step(training, [batch], tokens.numel(), clip=1.0)
+
+
+def begun(spec: Spec = PLAIN, seed: int = 0, device: str = "cpu", **knobs: Any) -> Training:
+    torch.manual_seed(seed)
+    return prepare(spec, make_candidate(spec, **knobs), device, lr=1e-2)
+
+
+def after(steps: int, spec: Spec = PLAIN, **knobs: Any) -> Training:
+    training = begun(spec, **knobs)
+    train(training, 0, steps)
+    return training
+
+
+def loaded(directory: Path) -> Checkpoint:
+    found = load(directory)
+    assert found is not None
+    return found
+
+
+def bits(training: Training) -> dict[str, bytes]:
+    """Everything that a step changes, to compare to the last bit."""
+    found: dict[str, Any] = {name: value.detach() for name, value in training.model.named_parameters()}
+    for number, parameter in enumerate(training.model.parameters()):
+        found |= {f"{number} {key}": value for key, value in training.optimizer.state.get(parameter, {}).items()}
+    found["random"] = torch.get_rng_state()
+    if training.model.device.type == "cuda":
+        found["random of the card"] = torch.cuda.get_rng_state(training.model.device)
+    dense = {k: v.to_dense() if isinstance(v, Tensor) else torch.tensor(v) for k, v in found.items()}
+    return {key: str(value.dtype).encode() + value.cpu().numpy().tobytes() for key, value in dense.items()}
