@@ -22,10 +22,14 @@ def follow(*, quiet: bool = False) -> Iterator[Callable[[Told], None] | None]:
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Column
 
-    # what may be cut off on a narrow terminal comes last
-    columns = (BarColumn(bar_width=10), TimeRemainingColumn(compact=True), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(file=sys.stderr), refresh_per_second=4, transient=True) as bar:
+    columns = (
+        BarColumn(bar_width=10, table_column=Column(min_width=10)),
+        TimeRemainingColumn(compact=True, table_column=Column(min_width=7)),
+        TextColumn("{task.description}", table_column=Column(no_wrap=True, ratio=1)),  # cut if the terminal is narrow
+    )
+    with Progress(*columns, console=Console(file=sys.stderr), expand=True, transient=True) as bar:
         task = bar.add_task("reading the data", total=None)
 
         def take(told: Told) -> None:
