@@ -122,6 +122,23 @@ def test_a_resumed_run_goes_on_from_the_same_rung(tmp_path: Path, monkeypatch: p
     assert Events(tmp_path / "events.jsonl").read()[-1].figures["rung"] == 2
 
 
+def test_a_run_that_goes_on_with_another_plan_begins_its_ladder_at_the_top(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = loop.Trainer.run
+
+    def lower(trainer: Any) -> Any:
+        trainer.guard.standing = Standing(rung=3)
+        return run(trainer)
+
+    monkeypatch.setattr(loop.Trainer, "run", lower)
+    train(tmp_path, steps=3)
+    monkeypatch.undo()
+    other = plan_of(rungs=((2, 1), (1, 1)), dropout=0.3, layers=2)
+    resumed = oomguard.train(other, numbers(), run=str(tmp_path), steps=6, resume=True)
+    assert (resumed.steps, resumed.rung) == (6, 0)
+
+
 def test_a_run_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
     train(tmp_path, steps=1)
     with pytest.raises(MisuseError, match="--resume"):
