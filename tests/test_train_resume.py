@@ -55,7 +55,7 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_weights_of_one_that_
     whole, dice, kills = train(tmp_path / "whole"), Random(1), 0
     context = multiprocessing.get_context("fork")
     while kills < 5:
-        child = context.Process(target=in_a_child, args=(tmp_path / "killed", 0.03))
+        child = context.Process(target=in_a_child, args=(tmp_path / "killed", 0.08))
         child.start()
         child.join(0.1 + dice.random())
         if child.exitcode is not None:
@@ -64,7 +64,7 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_weights_of_one_that_
         os.kill(child.pid, signal.SIGKILL)
         child.join()
         kills += 1
-    assert kills >= 3
+    assert kills == 5
     resumed = train(tmp_path / "killed", resume=True)
     assert resumed.steps == STEPS
     assert torch.equal(weights(whole.model), weights(resumed.model))
