@@ -115,9 +115,10 @@ def main() -> None:
     for name in [asked.case] if asked.case else CASES:
         plan = oomguard.find_feasible_config(**CASES[name], **KNOBS[name], threads=1, allow="none", max_probes=1)
         given = data[name]()
-        options = OPTIONS[name] | ({"cache": tempfile.mkdtemp()} if name == "text" else {})
-        ours = by_train(plan, given, options, asked.steps)
-        plain = by_hand(plan.spec, given, options, asked.steps)
+        with tempfile.TemporaryDirectory() as cache:
+            options = OPTIONS[name] | ({"cache": cache} if name == "text" else {})
+            ours = by_train(plan, given, options, asked.steps)
+            plain = by_hand(plan.spec, given, options, asked.steps)
         few = max(1, asked.steps // 10)
         last = [fmean(losses[-few:]) for losses in (plain, ours)]
         apart = max(abs(a - b) / b for a, b in zip(ours[:FIRST], plain[:FIRST], strict=True))

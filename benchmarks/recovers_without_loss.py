@@ -13,6 +13,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -84,8 +85,6 @@ def tensors(run: Path) -> dict[str, bytes]:
 
 def killed(home: Path, kills: int, seed: int) -> tuple[int, int, bool]:
     """Kills that hit, runs that were needed, and whether the last bits agree."""
-    import time
-
     dice, hits, runs = random.Random(seed), 0, 0
     began = time.monotonic()
     subprocess.run(command(home, "whole"), check=True, capture_output=True)

@@ -10,6 +10,7 @@ Both take turns in one process, so that a busy machine slows them alike; the fig
 
 import argparse
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -115,7 +116,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     if any(os.environ.get(name) != value for name, value in STEADY_ENVIRONMENT.items()):
-        import sys
-
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | STEADY_ENVIRONMENT)
     main()

@@ -65,6 +65,12 @@ def test_the_files_behind_the_public_estimate_can_still_be_imported_after_it() -
     assert output_of(code) == "oomguard.estimate.breakdown\n"
 
 
+@pytest.mark.parametrize("name", ["guard", "probe", "train"])
+def test_a_public_function_is_not_the_folder_of_its_name(name: str) -> None:
+    code = f"from oomguard import {name} as early\nimport oomguard.{name}\nfrom oomguard import {name}\n"
+    assert output_of(f"{code}print({name}.__module__, early is {name})") == "oomguard.api True\n"
+
+
 def test_every_public_name_is_there() -> None:
     assert output_of("import oomguard\nprint([n for n in oomguard.__all__ if not hasattr(oomguard, n)])") == "[]\n"
 

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 import oomguard
 from oomguard import step as step_file
-from oomguard.bptt import Microbatch, backward, count_targets
+from oomguard.bptt import Microbatch, backward, count_targets, evaluate
 from oomguard.candidate import Candidate
+from oomguard.checkpoint import load
 from oomguard.device.cpu import Cpu
 from oomguard.errors import GuardError, MisuseError
 from oomguard.estimate.breakdown import estimate_step
@@ -31,6 +32,7 @@ from oomguard.metrics import Events
 from oomguard.model import Recurrent, build
 from oomguard.plan.value import Bucket
 from oomguard.spec import Spec
+from oomguard.train import evaluate as evaluate_file
 from oomguard.train import loop
 from oomguard.train.evaluate import evaluation_candidate
 from oomguard.train.job import Result
@@ -312,6 +314,35 @@ def oomguard_validation(result: Result) -> float:
     inputs, targets = (torch.from_numpy(np.stack(part)).transpose(0, 1) for part in zip(*pairs, strict=True))
     assert count_targets(result.model.spec, Microbatch(inputs, targets)) == inputs.shape[0] * inputs.shape[1]
     return float(nn.functional.mse_loss(result.model(inputs, None)[0].detach(), targets))
+
+
+def short_of_rows(most: int) -> Callable[..., Tensor]:
+    """An evaluation for which memory is enough for so many sequences only."""
+
+    def found(model: Recurrent, batch: Microbatch, candidate: Candidate) -> Tensor:
+        if batch.inputs.shape[1] > most:
+            raise RuntimeError(SHORT)
+        return evaluate(model, batch, candidate)
+
+    return found
+
+
+def test_a_shortage_in_validation_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = train(tmp_path / "whole", validation=0.2)
+    monkeypatch.setattr(evaluate_file, "evaluate", short_of_rows(3))
+    mended = train(tmp_path / "mended", validation=0.2)
+    assert mended.validation_loss == pytest.approx(whole.validation_loss, rel=1e-6)
+
+
+def test_a_validation_that_cannot_be_made_ends_the_run_with_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluate_file, "evaluate", short_of_rows(0))
+    with pytest.raises(GuardError, match="one sequence must fit"):
+        train(tmp_path, validation=0.2)
+    last = load(tmp_path / "run" / "checkpoints")
+    assert last is not None
+    assert last.step == 4
 
 
 @pytest.mark.parametrize("cell", ["lstm", "gru"])

@@ -55,7 +55,7 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_weights_of_one_that_
     whole, dice, kills = train(tmp_path / "whole"), Random(1), 0
     context = multiprocessing.get_context("fork")
     while kills < 5:
-        child = context.Process(target=in_a_child, args=(tmp_path / "killed", 0.03))
+        child = context.Process(target=in_a_child, args=(tmp_path / "killed", 0.08))
         child.start()
         child.join(0.1 + dice.random())
         if child.exitcode is not None:
@@ -64,7 +64,7 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_weights_of_one_that_
         os.kill(child.pid, signal.SIGKILL)
         child.join()
         kills += 1
-    assert kills >= 3
+    assert kills == 5
     resumed = train(tmp_path / "killed", resume=True)
     assert resumed.steps == STEPS
     assert torch.equal(weights(whole.model), weights(resumed.model))
@@ -120,6 +120,23 @@ def test_a_resumed_run_goes_on_from_the_same_rung(tmp_path: Path, monkeypatch: p
     resumed = train(tmp_path, steps=6, resume=True)
     assert resumed.rung == 2
     assert Events(tmp_path / "events.jsonl").read()[-1].figures["rung"] == 2
+
+
+def test_a_run_that_goes_on_with_another_plan_begins_its_ladder_at_the_top(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = loop.Trainer.run
+
+    def lower(trainer: Any) -> Any:
+        trainer.guard.standing = Standing(rung=3)
+        return run(trainer)
+
+    monkeypatch.setattr(loop.Trainer, "run", lower)
+    train(tmp_path, steps=3)
+    monkeypatch.undo()
+    other = plan_of(rungs=((2, 1), (1, 1)), dropout=0.3, layers=2)
+    resumed = oomguard.train(other, numbers(), run=str(tmp_path), steps=6, resume=True)
+    assert (resumed.steps, resumed.rung) == (6, 0)
 
 
 def test_a_run_that_is_there_is_not_overwritten(tmp_path: Path) -> None:

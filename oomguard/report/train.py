@@ -22,9 +22,14 @@ def follow(*, quiet: bool = False) -> Iterator[Callable[[Told], None] | None]:
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Column
 
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TimeRemainingColumn())
-    with Progress(*columns, console=Console(file=sys.stderr), refresh_per_second=4, transient=True) as bar:
+    columns = (
+        BarColumn(bar_width=10, table_column=Column(min_width=10)),
+        TimeRemainingColumn(compact=True, table_column=Column(min_width=7)),
+        TextColumn("{task.description}", table_column=Column(no_wrap=True, ratio=1)),  # cut if the terminal is narrow
+    )
+    with Progress(*columns, console=Console(file=sys.stderr), expand=True, transient=True) as bar:
         task = bar.add_task("reading the data", total=None)
 
         def take(told: Told) -> None:
@@ -36,16 +41,17 @@ def follow(*, quiet: bool = False) -> Iterator[Callable[[Told], None] | None]:
 def told_words(told: Told) -> str:
     """A training in one line.
 
-    >>> told_words(Told(step=3, total=10, loss=0.25, validation=None, tokens_per_second=1234.5, peak_bytes=1 << 20,
+    >>> told_words(Told(step=3, total=10, loss=0.25, validation=None, tokens_per_second=1234.5, peak_bytes=900 << 20,
     ...                 budget_bytes=1 << 30, rung=1))
-    'step 3 of 10, loss 0.25, 1,234 tokens/s, peak 1.00 MiB of 1.00 GiB, fallback 1'
+    '3 of 10, loss 0.25, 1,234 tokens/s, 88 % of 1.00 GiB, fallback 1'
     """
-    words = [f"step {told.step:,} of {told.total:,}", f"loss {told.loss:.4g}"]
-    words += [] if told.validation is None else [f"validation {told.validation:.4g}"]
-    words.append(f"{figure(told.tokens_per_second)} tokens/s")
+    words = [f"{told.step:,} of {told.total:,}", f"loss {told.loss:.4g}", f"{figure(told.tokens_per_second)} tokens/s"]
     if told.peak_bytes:
-        words.append(f"peak {format_bytes(told.peak_bytes)} of {format_bytes(told.budget_bytes)}")
-    return ", ".join([*words, *([f"fallback {told.rung}"] if told.rung else [])])
+        words.append(
+            f"{told.peak_bytes / told.budget_bytes:.0%}".replace("%", " %") + f" of {format_bytes(told.budget_bytes)}"
+        )
+    words += [f"fallback {told.rung}"] if told.rung else []
+    return ", ".join([*words, *([] if told.validation is None else [f"validation {told.validation:.4g}"])])
 
 
 def result_json(result: Result) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from oomguard.bptt import Microbatch, count_targets, evaluate
 from oomguard.candidate import Candidate
 from oomguard.data.collate import collate
 from oomguard.data.source import Ints, Source
+from oomguard.errors import GuardError
 from oomguard.estimate.breakdown import estimate_step
 from oomguard.estimate.place import Place
 from oomguard.model import Recurrent
@@ -47,11 +48,10 @@ def validate(model: Recurrent, source: Source, candidate: Candidate, ranks: Rank
     order = ranks.share(by_length(source))
     while start < len(order):
         batch = read(model.spec, source, order[start : start + rows])
-        found = tried(lambda batch=batch: evaluate(model, batch, candidate))  # type: ignore[misc]
-        if found is None and rows > 1:
+        loss = tried(lambda batch=batch: evaluate(model, batch, candidate), last=rows == 1)  # type: ignore[misc]
+        if loss is None:
             rows //= 2
             continue
-        loss: Tensor = evaluate(model, batch, candidate) if found is None else found
         total, targets, start = total + float(loss), targets + count_targets(model.spec, batch), start + rows
     total, count = ranks.sums([total, targets])
     return total / max(1, count)
@@ -67,11 +67,18 @@ def read(spec: Spec, source: Source, sequences: Ints) -> Microbatch:
     return collate(spec, (source[int(one)] for one in sequences), source.lengths[sequences])
 
 
-def tried(run: Callable[[], Tensor]) -> Tensor | None:
-    """What it gives; None if it ran out of memory."""
+def tried(run: Callable[[], Tensor], *, last: bool) -> Tensor | None:
+    """What it gives; None if it ran out of memory, unless there is nothing smaller to try."""
     try:
         return run()
     except Exception as error:
         if judge(error) is not Verdict.OOM:
             raise
+        why = str(error)
+    if last:
+        raise GuardError(
+            rule="An evaluation pass of one sequence must fit",
+            got=f"memory ran out ({why.strip().partition(chr(10))[0]})",
+            advice="Free memory, or make a plan for a smaller budget.",
+        )
     return None

@@ -125,11 +125,10 @@ def _predicted(model: Recurrent, source: Source, candidate: Any, wanted: Wanted)
     while start < len(source):
         some = np.arange(start, min(start + rows, len(source)))
         batch = read(model.spec, source, some)
-        found = tried(lambda batch=batch: outputs(model, batch, candidate))  # type: ignore[misc]
-        if found is None and rows > 1:
+        found = tried(lambda batch=batch: outputs(model, batch, candidate), last=rows == 1)  # type: ignore[misc]
+        if found is None:
             rows //= 2
             continue
-        found = outputs(model, batch, candidate) if found is None else found
         if model.spec.loss == "cross-entropy":
             found = found.softmax(-1) if wanted.probabilities else found.argmax(-1)
         yield start, found.numpy()

@@ -21,6 +21,7 @@ from oomguard.device import Device, open_device
 from oomguard.device.cpu import cores
 from oomguard.errors import MisuseError, TornUpdateError
 from oomguard.guard.guard import Guard
+from oomguard.guard.ladder import Standing
 from oomguard.metrics import Events, Metrics
 from oomguard.model import Recurrent
 from oomguard.plan.store import check_device, save_plan
@@ -149,7 +150,10 @@ def _taken_up(job: Job, last: Checkpoint) -> State:
                 got=f"its {name} was {shown(was.get(name))} and is {shown(now.get(name))}",
                 advice="Give the same --data and its options, or another --run.",
             )
-    return state
+    rungs = [job.plan.candidate, *(rung.candidate for rung in job.plan.fallbacks)]
+    if last.candidate in rungs[state.standing.rung : state.standing.rung + 1]:
+        return state
+    return msgspec.structs.replace(state, standing=Standing())  # another plan: its ladder is begun at the top
 
 
 def _plain(value: Any) -> dict[str, Any]:
