@@ -67,10 +67,15 @@ def read_values(path: Path, kind: type[Value]) -> list[Value]:
 def replace_content(path: Path, content: bytes) -> None:
     """Give a file another content: a kill leaves either the old or the new one, whole."""
     temporary = path.with_name(f".{path.name}.new")
-    with opened(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as file:
-        write_all(file, content)
-        os.fsync(file)
-    os.replace(temporary, path)
+    try:
+        with opened(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as file:
+            write_all(file, content)
+            os.fsync(file)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
     sync_directory(path.parent)
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from oomguard.candidate import check_candidate
 from oomguard.device.cuda import SETTINGS
 from oomguard.errors import MisuseError
 from oomguard.estimate.breakdown import estimate_step
+from oomguard.files import replace_content
 from oomguard.plan.value import VERSION, Plan, Rung, figures
 from oomguard.probe.verdict import Verdict
 from oomguard.search.shorten import with_steps
@@ -31,17 +31,7 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> Path:
     text = msgspec.json.format(msgspec.json.encode(plan), indent=2) + b"\n"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(name, 0o666 & ~_umask())
-            os.replace(name, target)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        replace_content(target, text)
     except OSError as error:
         raise MisuseError(
             rule="A plan is written to a file of yours",
@@ -49,13 +39,6 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> Path:
             advice="Give another --output.",
         ) from None
     return target
-
-
-def _umask() -> int:
-    """What others may not do with new files. (It can only be read by setting it.)"""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:

@@ -213,8 +213,10 @@ def test_a_directory_that_cannot_be_written_is_read_and_does_no_harm(closed: Pat
 
 
 def test_stale_records_that_cannot_be_deleted_do_no_harm(closed: Path) -> None:
+    cache = Cache(closed, TITLE)
     with powerless():
-        Cache(closed, TITLE).drop(record_of())
+        cache.drop(record_of())
+        assert len(cache.read(LSTM)) == 1
 
 
 def test_a_directory_that_cannot_even_be_seen_does_no_harm(closed: Path) -> None:
