@@ -1,11 +1,12 @@
-"""How other tools find the largest microbatch: Lightning's Tuner.scale_batch_size, accelerate's
-find_executable_batch_size.
+"""How oomguard and other tools find the largest microbatch: find_feasible_config, Lightning's Tuner.scale_batch_size,
+accelerate's find_executable_batch_size.
 
     python benchmarks/finders.py '{"tool": "lightning-binsearch", "spec": {...}, "growth_bytes": ..., "start": ...}'
 
-prints one JSON line: what it found, its trials, how many of them ran out of memory, and its seconds (without imports).
-Both find the border by running into it, so this process is given one: RLIMIT_DATA, `growth_bytes` over what is
-committed after all is imported and a tiny step has run (so that the tool's own libraries do not count against it).
+prints one JSON line: what it found, its trials, how many of them ran out of memory, and its seconds: of the whole
+process, from its start, but without what only this measurement needs. oomguard is given `budget_bytes`. The others find
+the border by running into it, so their process is given one: RLIMIT_DATA, `growth_bytes` over what is committed after
+all is imported and a tiny step has run (so that the tool's own libraries do not count against it).
 `"translate": true` shows the tool every error that is one of memory in the words that it knows. The tool `plain` runs
 `start` sequences without a limit and prints what was committed.
 """
@@ -29,7 +30,7 @@ from oomguard.spec import Spec
 
 STEPS = 3
 """Of a trial: Lightning's default."""
-TOOLS = ("lightning-power", "lightning-binsearch", "accelerate")
+RIVALS = ("lightning-power", "lightning-binsearch", "accelerate")
 KNOWN = "DefaultCPUAllocator: can't allocate memory"
 """What both tools take for an error of memory on the CPU (lightning 2.6.6, utilities/memory.py; accelerate 1.15.0,
 utils/memory.py)."""
@@ -38,8 +39,9 @@ utils/memory.py)."""
 def find(tool: str, spec: dict[str, Any], timeout: float = 1800, **asked: Any) -> dict[str, Any]:
     """One tool in a process of its own, with the allocator setting `steady`. That it dies is a result."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")} | STEADY_ENVIRONMENT
-    command = [sys.executable, str(Path(__file__)), json.dumps({"tool": tool, "spec": spec, **asked})]
     began = time.monotonic()
+    asked |= {"tool": tool, "spec": spec, "began": began}  # this clock is the same in all processes
+    command = [sys.executable, str(Path(__file__)), json.dumps(asked)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
         lines, died = done.stdout.splitlines(), f"exit code {done.returncode}: {done.stderr.strip()[-300:]}"
@@ -54,6 +56,8 @@ class Trials:
 
     def __init__(self, spec: Spec) -> None:
         self.spec, self.sizes, self.ooms, self.unknown = spec, list[int](), 0, list[str]()
+        self.prepared = 0.0
+        """Seconds that only the measurement needed."""
 
     def count(self, rows: int, run: Callable[[], None], *, translate: bool) -> None:
         """One trial of a tool."""
@@ -76,6 +80,22 @@ class Trials:
         return {"found": found, "trials": len(self.sizes), "ooms": self.ooms, "unknown": self.unknown}
 
 
+def knobs(spec: Spec) -> dict[str, Any]:
+    """What is fixed for all: what PyTorch does by itself, with one thread."""
+    engine = "onednn" if spec.cell == "lstm" else "native"
+    return {"segments": 1, "threads": 1, "allocator": "steady", "engine": engine}
+
+
+def with_oomguard(spec: Spec, budget_bytes: int) -> dict[str, Any]:
+    """What oomguard finds, and what that took."""
+    from oomguard import find_feasible_config
+
+    plan = find_feasible_config(spec, budget=budget_bytes, maximize="microbatch", **knobs(spec))
+    over = sum(one.verdict.name == "OVER" for one in plan.records)
+    found = {"found": plan.candidate.microbatch, "trials": plan.probes, "ooms": plan.ooms + over}
+    return found | {"over": over, "peak_bytes": plan.peak_bytes}
+
+
 def steps_of(spec: Spec, rows: int) -> None:
     """What a user's training function does: a new model, a few optimizer steps."""
     import torch
@@ -95,19 +115,19 @@ def steps_of(spec: Spec, rows: int) -> None:
         del batch
 
 
-def with_accelerate(trials: Trials, asked: dict[str, Any], limit: Callable[[], None]) -> int:
+def with_accelerate(trials: Trials, asked: dict[str, Any], ready: Callable[[], None]) -> int:
     from accelerate.utils import find_executable_batch_size
 
     def train(batch_size: int) -> int:
         trials.count(batch_size, lambda: steps_of(trials.spec, batch_size), translate=asked["translate"])
         return batch_size
 
-    limit()
+    ready()
     found: int = find_executable_batch_size(train, starting_batch_size=asked["start"])()
     return found
 
 
-def with_lightning(trials: Trials, asked: dict[str, Any], limit: Callable[[], None]) -> int | None:
+def with_lightning(trials: Trials, asked: dict[str, Any], ready: Callable[[], None]) -> int | None:
     import torch
     from pytorch_lightning import LightningModule, Trainer
     from pytorch_lightning.tuner import batch_size_scaling
@@ -154,24 +174,34 @@ def with_lightning(trials: Trials, asked: dict[str, Any], limit: Callable[[], No
             ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
         )
         trainer = Trainer(accelerator="cpu", max_steps=1, default_root_dir=directory, **quiet)
-        Trainer(accelerator="cpu", max_steps=1, default_root_dir=directory, **quiet).fit(Module())  # loads all it needs
         batch_size_scaling._try_loop_run = counted
-        limit()
+        began = time.monotonic()
+        Trainer(accelerator="cpu", max_steps=1, default_root_dir=directory, **quiet).fit(Module())  # loads all it needs
+        trials.prepared += time.monotonic() - began
+        ready()
         return Tuner(trainer).scale_batch_size(module, mode=asked["tool"].partition("-")[2], steps_per_trial=STEPS)
 
 
 def main() -> None:
+    warnings.simplefilter("ignore")
+    asked: dict[str, Any] = {"translate": False} | json.loads(sys.argv[1])
+    spec = make_spec(asked["spec"])
+    if asked["tool"] == "oomguard":
+        answer = with_oomguard(spec, asked["budget_bytes"]) | {"error": None}
+        print(json.dumps(answer | {"seconds": time.monotonic() - asked["began"]}))
+        return
     import torch
 
     from oomguard.device.cpu import Cpu
     from oomguard.device.proc import read_status
     from oomguard.probe.sample import tiny_spec
 
-    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    asked: dict[str, Any] = {"translate": False} | json.loads(sys.argv[1])
-    spec = make_spec(asked["spec"])
+    trials, error, found = Trials(spec), None, None
+    torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # loads much, which the tool needs too
+    loaded = time.monotonic()
     steps_of(tiny_spec(spec), 2)
+    trials.prepared = time.monotonic() - loaded
     if asked["tool"] == "plain":
         before = read_status()
         Cpu().reset()
@@ -180,23 +210,19 @@ def main() -> None:
         assert before is not None
         print(json.dumps({"growth_bytes": (committed_bytes or 0) - (before.committed_bytes or 0)}))
         return
-    began = time.monotonic()
 
     def limit() -> None:
-        nonlocal began
         now = read_status()
         most_bytes = (now.committed_bytes or 0 if now is not None else 0) + asked["growth_bytes"]
         resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, resource.RLIM_INFINITY))
-        began = time.monotonic()
 
-    trials, error, found = Trials(spec), None, None
     try:
         tool = with_accelerate if asked["tool"] == "accelerate" else with_lightning
         found = tool(trials, asked, limit)
     except Exception as failure:  # it crashed, which is its answer
         resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         error = traceback.format_exception_only(failure)[-1].strip().partition("\n")[0][:200]
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - asked["began"] - trials.prepared
     resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     print(json.dumps(trials.answer(found) | {"seconds": seconds, "error": error}))
 

@@ -9,19 +9,18 @@ Lightning's Tuner.scale_batch_size in both modes with its defaults, and accelera
 whole batch on. All with one thread, in the allocator setting `steady`.
 
 The budget is one of resident bytes, to which oomguard holds its probes by watching them. The rivals need an error to
-find the border, so they get one: allocations fail beyond what the true maximum commits (see finders.py). Their seconds
-do not count the start of their process and its imports; those of oomguard do. Where a rival does not recognise an error
-of memory and dies of it, it is run again with the error in words that it knows (`translated`).
+find the border, so they get one: allocations fail beyond what the true maximum commits (see finders.py). Each tool runs
+in a process of its own, and its seconds are those of the process, imports included. Where a rival does not recognise an
+error of memory and dies of it, it is run again with the error in words that it knows (`translated`).
 """
 
 import argparse
-import time
 from typing import Any
 
-from finders import TOOLS, find
+from finders import RIVALS, find, knobs
 from results import print_row, publish
 
-from oomguard import Runner, find_feasible_config
+from oomguard import Runner
 from oomguard.api import estimate
 from oomguard.candidate import make_candidate
 from oomguard.presets import make_spec
@@ -43,12 +42,6 @@ MOST_PROBES, LEAST_SHARE, MOST_TIME = 4, 0.95, 1 / 3
 COLUMNS = ("", "found", "of max", "trials", "OOMs", "seconds")
 """Of oomguard, probes that went over the budget and were stopped count among the OOMs: rivals get an error there."""
 WIDTHS = (34, 6, 7, 6, 5, 8)
-
-
-def knobs(spec: Spec) -> dict[str, Any]:
-    """What is fixed for all: what PyTorch does by itself, with one thread."""
-    engine = "onednn" if spec.cell == "lstm" else "native"
-    return {"segments": 1, "threads": 1, "allocator": "steady", "engine": engine}
 
 
 def largest(spec: Spec, budget_bytes: int) -> tuple[int, int]:
@@ -92,16 +85,6 @@ def first_guess(spec: Spec, budget_bytes: int) -> int:
     return max((size for size, one in zip(sizes, fits, strict=True) if one), default=1)
 
 
-def ours(spec: Spec, budget_bytes: int) -> dict[str, Any]:
-    """What oomguard finds, and what that took."""
-    began = time.monotonic()
-    plan = find_feasible_config(spec, budget=budget_bytes, maximize="microbatch", **knobs(spec))
-    seconds = time.monotonic() - began
-    over = sum(one.verdict.name == "OVER" for one in plan.records)
-    found = {"found": plan.candidate.microbatch, "trials": plan.probes, "ooms": plan.ooms + over, "seconds": seconds}
-    return found | {"error": None, "over": over, "peak_bytes": plan.peak_bytes}
-
-
 def run_case(fields: dict[str, Any], budget_bytes: int) -> dict[str, Any]:
     """All contenders on one model and budget."""
     fields = fields | {"features": 16, "batch": BATCH}
@@ -109,8 +92,11 @@ def run_case(fields: dict[str, Any], budget_bytes: int) -> dict[str, Any]:
     maximum, probes = largest(spec, budget_bytes)
     border = find("plain", fields, start=maximum)
     case: dict[str, Any] = {"spec": fields, "budget_bytes": budget_bytes, "maximum": maximum, "bisection": probes}
-    case |= {"committed_growth_bytes": border["growth_bytes"], "oomguard": ours(spec, budget_bytes)}
-    for tool in TOOLS:
+    case |= {
+        "committed_growth_bytes": border["growth_bytes"],
+        "oomguard": find("oomguard", fields, budget_bytes=budget_bytes),
+    }
+    for tool in RIVALS:
         case[tool] = find(tool, fields, start=BATCH, **border)
         if case[tool]["error"]:
             case[f"{tool}, translated"] = find(tool, fields, start=BATCH, translate=True, **border)
@@ -151,7 +137,7 @@ def main() -> None:
     probes = max(case["oomguard"]["trials"] for case in done)
     over = sum(case["oomguard"]["over"] for case in done)
     ooms = sum(case["oomguard"]["ooms"] for case in done) - over
-    total = {tool: sum(seconds_of(case, tool) for case in done) for tool in ("oomguard", *TOOLS)}
+    total = {tool: sum(seconds_of(case, tool) for case in done) for tool in ("oomguard", *RIVALS)}
     ratio = total["oomguard"] / total["lightning-binsearch"]
     print("\nSeconds in all: " + ", ".join(f"{tool} {seconds:.0f}" for tool, seconds in total.items()))
     claims = {

@@ -20,7 +20,11 @@ from oomguard.estimate.breakdown import Estimate, estimate_step
 from oomguard.estimate.margin import MARGIN_PERCENT
 from oomguard.estimate.place import Place
 from oomguard.probe.record import Record
+from oomguard.probe.verdict import Verdict
 from oomguard.spec import Spec
+
+OUT = (Verdict.OVER, Verdict.OOM)
+"""What ends before it has peaked tells how far it came."""
 
 
 class Kind(NamedTuple):
@@ -113,8 +117,9 @@ class Calibration:
         new = [one for one in records if one.steps and one.terms and one.spec.cell == spec.cell]
         old = [one for one in cached if one.steps and one.terms and one.spec.cell == spec.cell]
         self.records, self._new = [*old, *new], {id(one) for one in new}
+        self._failed = [one for one in records if one.verdict in OUT and one.peak_bytes and same_model(one.spec, spec)]
         own = [one for one in self.records if same_model(one.spec, spec)]
-        self.own = [(one, estimate_step(one.spec, one.candidate, place)) for one in own]
+        self.own = [(one, self._estimate(one)) for one in own]
         self._memory: dict[Kind, Fit] = {}
         self._time: Fit | None = None
 
@@ -181,13 +186,35 @@ class Calibration:
                 for record, found in pairs
                 if kind_of(record) == kind
             ]
-            self._memory[kind] = self._fit_memory(kind, rows)
+            fit = self._fit_memory(kind, rows)
+            beyond = [(one, found, True) for one, found in self._reached(kind) if self._exceeds(fit, one, found)]
+            self._memory[kind] = self._fit_memory(kind, [*rows, *beyond]) if beyond else fit
         return self._memory[kind]
+
+    def _reached(self, kind: Kind) -> list[tuple[Record, Estimate]]:
+        """What ran out of memory, and how far it came: it would have needed at least that."""
+        return [(one, self._estimate(one)) for one in self._failed if kind_of(one) == kind]
+
+    def _exceeds(self, fit: Fit, record: Record, found: Estimate) -> bool:
+        """Whether what ran out came further than it should have needed."""
+        rest = memory.split(found)[1]
+        features, shapes = memory.features(record.candidate, rest), memory.shapes(record.spec, record.candidate)
+        return bool(self._measured_rest(record, found) > rest[0] * np.exp(fit.at(features, shapes)[0][0]))
+
+    def _measured_rest(self, record: Record, found: Estimate) -> float:
+        """What a record says of that part of the peak that is to be corrected."""
+        if record.terms is not None:
+            return max(1, record.terms["rest"] + record.terms["gradients"])
+        runtime_bytes = self._runtime_bytes(kind_of(record), found)
+        return max(1.0, (record.peak_bytes or 0) - runtime_bytes - float(memory.split(found)[0][0]))
+
+    def _estimate(self, record: Record) -> Estimate:
+        return estimate_step(record.spec, record.candidate, self.place)
 
     def _others(self, kind: Kind) -> list[tuple[Record, Estimate]]:
         """Records of other models with the same cell, of that kind."""
         others = [one for one in self.records if kind_of(one) == kind and not same_model(one.spec, self.spec)]
-        return [(one, estimate_step(one.spec, one.candidate, self.place)) for one in others]
+        return [(one, self._estimate(one)) for one in others]
 
     def _fit_memory(self, kind: Kind, rows: list[tuple[Record, Estimate, bool]]) -> Fit:
         setting = _setting(kind, self.place)
@@ -196,9 +223,7 @@ class Calibration:
         effects = [bare_deviation(setting), *slopes]
         features, shapes, values, noise = [np.empty((0, len(effects)))], [np.empty(0, dtype=np.int64)], [], []
         for record, found, same in rows:
-            assert record.terms is not None
-            rest = memory.split(found)[1]
-            measured = max(1, record.terms["rest"] + record.terms["gradients"])
+            rest, measured = memory.split(found)[1], self._measured_rest(record, found)
             features.append(memory.features(record.candidate, rest))
             shapes.append(memory.shapes(record.spec, record.candidate) * (1 if same else -1))
             values.append(float(np.log(measured / rest[0])))

@@ -23,9 +23,14 @@ PROBE_SECONDS = 0.4
 CONFIRM_SECONDS = 40.0
 """What a pass at full length may take; a longer one is confirmed with shorter sequences."""
 TWO_PASSES_SECONDS = 5.0
-"""Up to so long a pass is measured twice."""
+"""Up to so long a pass is measured twice, if seconds decide, or if later ones peak higher (native engines)."""
+MEASURE_STEPS = 6
+"""Of a candidate whose passes are measured twice, at most: small ones are over in a moment."""
 SMALL_BYTES = 64 * MIB
 """What a first probe should grow by, to tell something about memory."""
+SMALL_SHARE = 3
+"""On the way to the largest, a first probe grows by this part of what the budget leaves: from there the border is less
+than two doublings away, over which the heap's ways do not change much."""
 FEWEST_STEPS = 48
 """Of a short probe: fewer would tell more about calls than about steps."""
 SAFE_SHARE = 4
@@ -88,7 +93,7 @@ def small(known: Known, view: Screened, row: int) -> Probe | None:
         if name not in ("microbatch", "accumulation"):
             alike &= np.asarray(values == getattr(chosen, name))
     runtime_bytes = int(np.max(view.estimate.terms["runtime"]))
-    most = max(SMALL_BYTES, (known.problem.budget_bytes - runtime_bytes) // 6)
+    most = max(SMALL_BYTES, (known.problem.budget_bytes - runtime_bytes) // SMALL_SHARE)
     enough = alike & (view.prediction.peak_bytes - runtime_bytes <= most)
     sizes = np.broadcast_to(view.candidates.microbatch, len(rows))
     row = int(rows[enough][np.argmax(sizes[enough])]) if enough.any() else row
@@ -119,11 +124,13 @@ def short(
             break
         steps //= 2
     pass_seconds = each * short_spec.steps
+    twice = pass_seconds <= TWO_PASSES_SECONDS and (problem.timed or estimate.engine == "native")
     probe = Probe(
         spec=short_spec,
         candidate=cut,
         role=role,
-        passes=2 if pass_seconds <= TWO_PASSES_SECONDS else 1,
+        passes=2 if twice else 1,
+        steps=MEASURE_STEPS if twice else 1,
         peak_bytes=int(expected.peak_bytes),
         seconds_per_pass=pass_seconds,
     )

@@ -42,6 +42,11 @@ class Problem:
         """Whether every microbatch counts, not only those that divide the batch well."""
         return "microbatch" in self.maximize
 
+    @property
+    def timed(self) -> bool:
+        """Whether seconds decide what is best."""
+        return "throughput" in self.maximize
+
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be run next, and why."""
@@ -54,6 +59,8 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     """To correct the estimates; to time a candidate; to see the chosen one run."""
     passes: int
     """How many passes to measure, at least."""
+    steps: int = 1
+    """How many steps to measure, at most."""
     peak_bytes: int
     """What it is expected to peak at."""
     seconds_per_pass: float

@@ -29,7 +29,7 @@ MUCH = 0.15
 OPTIMISM = 0.6
 """How many standard deviations faster than expected something unknown may be."""
 MOST_STEPS, BOLD = 3, 0.6
-"""Probes near the largest; and the part of the margin that the last ones keep to."""
+"""Probes near the largest; and the part of the margin that those after the first keep to."""
 
 
 def propose(known: Known) -> Probe | None:
@@ -120,19 +120,18 @@ def choose(view: Screened) -> int | None:
 
 
 def _largest(known: Known, aim: str) -> Probe | None:
-    """Calibrate small, then go to the predicted border, until that moves by no more than 1 %."""
+    """Calibrate small, then go to the predicted border, until that moves by no more than 2 %."""
     sizes = [one.candidate.microbatch if aim == "microbatch" else one.spec.steps for one in known.records]
     near = sum(2 * one > max(sizes) for one in sizes if one > min(sizes))
-    view, row = largest(known.problem, known.records, aim)
+    # once the border has been seen, a probe may go into its margin: what is taken must fit by its own record
+    bold = near > 0 and not known.problem.place.cuda
+    view, row = largest(known.problem, known.records, aim, BOLD if bold else 1.0)
     if row is None:
         return _try_smallest(known, view)
     if not of_kinds(view, {kind_of(one) for one in known.measured})[row]:
         return small(known, view, row)
     best = _largest_run(known, view, aim)
-    if _size(view, row, aim) <= (1 + WORTH / 2) * best and near < MOST_STEPS and not known.problem.place.cuda:
-        # the border is reached: one probe may go into its margin, since what is taken must fit by its own record
-        view, row = largest(known.problem, known.records, aim, BOLD)
-    if row is None or _size(view, row, aim) <= (1 + WORTH / 2) * best or (best and near >= MOST_STEPS):
+    if _size(view, row, aim) <= (1 + WORTH) * best or (best and near >= MOST_STEPS):
         return None
     if known.problem.place.cuda:  # what the allocator reserves is less regular than what a process touches
         return confirm(known, view, row)

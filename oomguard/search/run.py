@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 MAX_PROBES = 24
 TIMEOUT_SECONDS = 100.0
 """Of a whole search, unless it is told otherwise."""
-MEASURE_SECONDS, MEASURE_STEPS = 1.0, 6
-"""How long and how many steps a probe measures, at most."""
+MEASURE_SECONDS = 1.0
+"""Once its steps have taken so long, a probe begins no further one."""
 START_SECONDS = 20.0
 """What the start of a child may take on a busy machine."""
 PATIENCE = 6.0
@@ -220,7 +220,7 @@ class Search:
             probe.candidate,
             budget_bytes=budget_bytes,
             timeout=self._patience(probe),
-            steps=MEASURE_STEPS if probe.passes > 1 else 1,
+            steps=probe.steps,
             passes=probe.passes,
         )
 
