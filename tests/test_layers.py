@@ -13,6 +13,7 @@ ORDER = [
         "units",
         "checks",
         "files",
+        "children",
         "spec",
         "presets",
         "candidate",

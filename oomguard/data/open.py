@@ -1,5 +1,6 @@
 """From what the user names (a path, an array, a Dataset, pairs) to sources: split, and normalised."""
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any, get_args
 import numpy as np
 
 from oomguard.checks import shown
+from oomguard.children import run_elsewhere
 from oomguard.data import cuts
 from oomguard.data.arrays import open_array
 from oomguard.data.items import Items, open_items, spool
@@ -121,11 +123,19 @@ def _opened_file(path: Path, spec: Spec, options: DataOptions) -> Store:
             return open_array(path, spec, options)
         if kind == "text":
             return open_text(path, spec, options)
-        from oomguard.data.tables import open_table  # only who has a table waits for pyarrow
-
-        return open_table(path, kind, spec, options)
+        return _opened_table(path, kind, spec, options)
     except OSError as error:
         raise unreadable(path, error) from None
+
+
+def _opened_table(path: Path, kind: str, spec: Spec, options: DataOptions) -> Store:
+    """A table, read in a process of its own unless pyarrow is here already: it would take 70 MiB from the training."""
+    if "pyarrow" not in sys.modules:
+        store: Store = run_elsewhere("oomguard.data.tables", "open_table", path, kind, spec, options)
+        return store
+    from oomguard.data.tables import open_table
+
+    return open_table(path, kind, spec, options)
 
 
 def _split_rows(store: Store, spec: Spec, options: DataOptions) -> tuple[Source, Source | None]:

@@ -37,7 +37,7 @@ class Source(Protocol):
 
 CHUNK_ELEMENTS = 1 << 20
 """Elements of what is looked at together when a whole file is gone through."""
-RESIDENT_BYTES = 16 << 20
+RESIDENT_BYTES = 4 << 20
 """Of a mapped file: what was read beyond it is let go."""
 
 

@@ -57,6 +57,10 @@ class Shortfall(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def message(self) -> str:
         """The rule, what was got, what to do."""
+        failed = [one for one in self.records if not one.verdict.ran]
+        if failed and self.needed_bytes <= self.budget_bytes:  # memory is not what stands in the way
+            words = f"A candidate must run before it is planned, but none did: {failed[-1].verdict.name}, "
+            return words + f"{failed[-1].message} See what happens with oomguard probe and the same flags."
         words = f"The smallest candidate must fit the budget, but needs {format_bytes(self.needed_bytes)} of "
         words += f"{format_bytes(self.budget_bytes)} ({format_bytes(self.terms[self.term])} of it {self.term}). "
         enough = [way for way in self.ways if way.fits]

@@ -7,7 +7,6 @@ probe works. One child serves probe after probe for as long as it is as good as 
 import os
 import select
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -15,7 +14,6 @@ import traceback
 import weakref
 from contextlib import suppress
 from datetime import UTC, datetime
-from pathlib import Path
 from signal import Signals
 from types import TracebackType
 from typing import IO, NamedTuple, Self
@@ -23,6 +21,7 @@ from typing import IO, NamedTuple, Self
 import msgspec
 
 from oomguard.candidate import Candidate
+from oomguard.children import command
 from oomguard.device import Device, open_device
 from oomguard.errors import MisuseError
 from oomguard.estimate.place import CPU_RUNTIME_BYTES
@@ -44,10 +43,6 @@ WORDS_BYTES = 16 * MIB
 CHILD_ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "24"}
 """Unless the user has set it. oneDNN keeps the last 1024 kernels it made, about 0.1 MiB each: a child would grow with
 every new shape. A step uses 8 to 22 of them, whatever the number of layers."""
-_START = """\
-import sys; sys.path.insert(0, {root!r}); import oomguard; sys.path[:] = {path!r}
-from oomguard.probe.child import main; main({pid}, {tied})"""
-"""What a child runs: this very package, wherever it is, and everything else from where this process has it."""
 
 
 class Runner:
@@ -228,7 +223,7 @@ class _Child:
         self.stderr = tempfile.TemporaryFile()  # noqa: SIM115  a pipe that nobody reads would fill up
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _program()],
+                _command(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self.stderr,
@@ -287,13 +282,10 @@ class _Child:
         return self._end() or ""
 
 
-def _program() -> str:
-    return _START.format(
-        root=str(Path(__file__).parents[2]),
-        path=[str(place) for place in sys.path],
-        pid=os.getpid(),
-        tied=threading.current_thread() is threading.main_thread(),
-    )
+def _command() -> list[str]:
+    """Of a child that serves this process."""
+    tied = threading.current_thread() is threading.main_thread()
+    return command(f"from oomguard.probe.child import main; main({os.getpid()}, {tied})")
 
 
 def _reap(process: "subprocess.Popen[bytes]", stderr: IO[bytes], owner: int) -> str:

@@ -112,7 +112,8 @@ def screen(problem: Problem, records: Sequence[Record], spec: Spec | None = None
     for record in records:
         if record.verdict is Verdict.STRAINED and same_model(record.spec, spec) and record.peak_bytes is not None:
             fits &= ~(rows_like(candidates, record.candidate, [*SETTING]) & (peak > STRAIN * record.peak_bytes))
-    fits &= ~(late & (longest == 0))
+    in_time = fits & ~(late & (longest == 0))
+    fits = in_time if in_time.any() else fits  # that it took long says nothing about its memory
     timeable = ~large | problem.place.cuda
     return Screened(
         spec=spec, candidates=candidates, estimate=estimate, prediction=prediction, peak_bytes=peak, safe_bytes=safe,

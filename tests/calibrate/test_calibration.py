@@ -79,6 +79,29 @@ def test_a_record_without_a_measured_step_counts_nothing() -> None:
     assert Calibration(SPEC, [refused], CPU).records == []
 
 
+def ran_out(spec: Spec, reached_bytes: int) -> Record:
+    refused = Machine().run(spec, make_candidate(spec, allocator="steady"), 1)
+    return msgspec.structs.replace(refused, peak_bytes=reached_bytes)
+
+
+def test_what_ran_out_needs_at_least_what_it_reached() -> None:
+    candidate, records = make_candidate(SPEC, allocator="steady"), records_of(Machine())
+    estimate = estimate_step(SPEC, candidate, CPU)
+    before = Calibration(SPEC, records, CPU).predict(estimate)
+    reached_bytes = round(1.1 * before.peak_bytes)
+    after = Calibration(SPEC, [*records, ran_out(SPEC, reached_bytes)], CPU).predict(estimate)
+    assert before.peak_bytes < after.peak_bytes
+    assert after.safe_bytes >= reached_bytes
+
+
+def test_what_ran_out_early_does_not_lower_a_prediction() -> None:
+    candidate, records = make_candidate(SPEC, allocator="steady"), records_of(Machine())
+    estimate = estimate_step(SPEC, candidate, CPU)
+    before = Calibration(SPEC, records, CPU).predict(estimate)
+    early = ran_out(SPEC, round(0.6 * before.peak_bytes))
+    assert Calibration(SPEC, [*records, early], CPU).predict(estimate).peak_bytes == before.peak_bytes
+
+
 def test_times_are_learned_from_short_sequences() -> None:
     machine = Machine(effects={0: 0.8, 6: -0.1})
     found = Calibration(SPEC, records_of(machine), CPU).predict(

@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from search.machine import Machine, make_problem, solve
@@ -11,6 +12,7 @@ from search.rig import Rig
 
 import oomguard
 from oomguard.plan.shortfall import MOST, Asked, NothingFitsError, Shortfall, explain
+from oomguard.probe.verdict import Verdict
 from oomguard.search.problem import Problem
 from oomguard.search.screen import screen
 from oomguard.search.shorten import with_steps
@@ -157,6 +159,16 @@ def test_what_was_run_is_kept() -> None:
     records = solve(Machine(ratio=3.0), problem)
     found = explain(problem, records, Asked(here=Here(cores=2), allow=()))
     assert len(found.records) >= 1
+
+
+@pytest.mark.parametrize("verdict", [Verdict.BROKEN, Verdict.UNSUPPORTED])
+def test_what_fits_but_never_ran_is_not_called_too_large(verdict: Verdict) -> None:
+    problem = make_problem(LSTM, 4 * GIB, allow=())
+    whole = explain(problem, [], Asked(here=Here(cores=2), allow=()))
+    failed = Machine().run(LSTM, whole.candidate, 1)
+    failed = msgspec.structs.replace(failed, verdict=verdict, message="The driver is too old.", error="...")
+    found = msgspec.structs.replace(whole, records=(failed,))
+    assert found.message.startswith(f"A candidate must run before it is planned, but none did: {verdict.name}, The dri")
 
 
 # from the question on

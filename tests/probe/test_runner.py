@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import psutil
 import pytest
 from probe.probing import LONG, TINY, WIDE, children, is_running, meanwhile, one_thread, warm_pid
 
+from oomguard.device.budget import Budget, Limit
 from oomguard.device.cpu import cpu_precisions
 from oomguard.errors import MisuseError
 from oomguard.estimate.breakdown import estimate_step
@@ -96,13 +96,16 @@ def test_threads_that_share_a_runner_get_their_own_records(shared: Runner) -> No
     assert weights == [4 * sum(map(elements, parameters(spec).values())) for spec in specs]
 
 
-def test_the_budget_is_what_is_free_when_the_probe_begins(shared: Runner) -> None:
-    warm_pid(shared)  # the child that lives is no loss to the next probe
-    before = shared.probe(TINY, one_thread(TINY))
-    assert before.budget_bytes > shared.device.budget().left_bytes + 200 * MIB
-    held = np.ones(1 << 29, dtype=np.uint8)
-    after = shared.probe(TINY, one_thread(TINY))
-    assert after.budget_bytes < before.budget_bytes - len(held) // 2
+def test_the_budget_is_what_is_free_when_the_probe_begins(shared: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    pid = warm_pid(shared)
+    held_bytes = shared.device.held(pid)  # the child that lives is no loss to the next probe
+    for left_bytes in (3 * GIB, 2 * GIB):
+        free = Limit(
+            name="free RAM", limit_bytes=left_bytes, used_bytes=0, held_bytes=0, unit="resident", source="a test"
+        )
+        monkeypatch.setattr(type(shared.device), "budget", lambda _, free=free: Budget(device="cpu", limits=(free,)))
+        found = shared.probe(TINY, one_thread(TINY)).budget_bytes
+        assert found == pytest.approx(left_bytes + held_bytes, abs=16 * MIB)
 
 
 def test_the_parent_does_not_grow(shared: Runner) -> None:

@@ -194,6 +194,16 @@ def test_what_took_too_long_is_out_unless_it_has_run() -> None:
     assert fits(PROBLEM, [late, ran(candidate)], candidate)
 
 
+def test_if_everything_took_too_long_it_stays_in_the_race() -> None:
+    candidate = knobs(segments=4)
+    fixed = {"microbatch": candidate.microbatch, "segments": 4, "engine": candidate.engine, "threads": 1}
+    problem = make_problem(LSTM, 700 * MIB, allow=(), fixed=fixed | {"allocator": "steady"})
+    before = screen(problem, [])
+    late = [failed(Verdict.TIMEOUT, before.candidates[int(row)]) for row in np.flatnonzero(before.fits)]
+    assert late
+    assert (screen(problem, late).fits == before.fits).all()
+
+
 def test_where_one_was_strained_others_of_its_setting_must_peak_lower() -> None:
     candidate = knobs(segments=4)
     strained = ran(candidate, verdict=Verdict.STRAINED, peak_bytes=600 * MIB)
