@@ -10,10 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 from plan.making import reckoned
 
+from oomguard.api import find_place
 from oomguard.candidate import make_candidate
+from oomguard.device import open_device
 from oomguard.device.cpu import cpu_name
 from oomguard.estimate.breakdown import estimate_step
-from oomguard.estimate.place import CPU
+from oomguard.estimate.place import CPU, Place
 from oomguard.plan.value import Expected, Plan, Rung, Where, figures
 from oomguard.spec import Spec
 from oomguard.units import GIB
@@ -31,14 +33,27 @@ def _any_plan() -> Plan:
 def plan_of(rungs: Sequence[tuple[int, int]] = LADDER, knobs: dict[str, Any] | None = None, **fields: Any) -> Plan:
     """A plan for the CPU with these rungs, each expected to need what the estimate says."""
     spec = Spec(**SMALL | fields)
-    made = [rung_of(spec, rows, segments, {"threads": 1} | (knobs or {})) for rows, segments in rungs]
+    return _plan([rung_of(spec, rows, segments, {"threads": 1} | (knobs or {})) for rows, segments in rungs], spec, CPU)
+
+
+def card_plan(rungs: Sequence[tuple[int, int]], **fields: Any) -> Plan:
+    """The same for the first card."""
+    spec, place = Spec(**SMALL | fields), find_place("cuda")
+    card = open_device("cuda")
+    knobs = {"engine": "cudnn", "allocator": "plain"}
+    plan = _plan([rung_of(spec, rows, segments, knobs, place) for rows, segments in rungs], spec, place)
+    environment = msgspec.structs.replace(plan.environment, device="cuda", title=card.title())
+    return msgspec.structs.replace(plan, budget_bytes=card.budget().limit_bytes, environment=environment)
+
+
+def _plan(made: list[Rung], spec: Spec, place: Place) -> Plan:
     first, *fallbacks = made
     any_plan = _any_plan()
     return msgspec.structs.replace(
         any_plan,
         spec=spec,
         candidate=first.candidate,
-        where=Where.of(CPU),
+        where=Where.of(place),
         budget_bytes=4 * GIB,
         allow=("precision", "window", "8bit"),
         estimate=first.estimate,
@@ -51,9 +66,9 @@ def plan_of(rungs: Sequence[tuple[int, int]] = LADDER, knobs: dict[str, Any] | N
     )
 
 
-def rung_of(spec: Spec, rows: int, segments: int, knobs: dict[str, Any]) -> Rung:
+def rung_of(spec: Spec, rows: int, segments: int, knobs: dict[str, Any], place: Place = CPU) -> Rung:
     candidate = make_candidate(spec, microbatch=rows, segments=segments, **knobs)
-    found = figures(estimate_step(spec, candidate, CPU))
+    found = figures(estimate_step(spec, candidate, place))
     peak = Expected(peak_bytes=found.total_bytes, margin_bytes=0, seconds_per_step=None)
     return Rung(candidate=candidate, estimate=found, expected=peak)
 

@@ -21,7 +21,7 @@ from oomguard.guard.guard import Guard
 from oomguard.guard.ladder import FIRST_WAIT, LONGEST_WAIT, Standing, make_footings
 from oomguard.metrics import Event, Events
 from oomguard.plan.value import Bucket, Plan
-from oomguard.units import GIB, MIB
+from oomguard.units import GIB, MIB, format_bytes
 
 SHORT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
 
@@ -34,6 +34,8 @@ class Fake:
     free_bytes: int = 8 * GIB
     retries: int = 0
     swapped_bytes: int = 0
+    others_bytes: int = 0
+    held_bytes: int = 0
     released: int = 0
     name: str = "cpu"
     torch_device: str = "cpu"
@@ -50,7 +52,12 @@ class Fake:
 
     def budget(self) -> Budget:
         limit = Limit(
-            name="memory.max", limit_bytes=self.free_bytes, used_bytes=0, held_bytes=0, unit="resident", source="a test"
+            name="memory.max",
+            limit_bytes=self.free_bytes,
+            used_bytes=self.others_bytes + self.held_bytes,
+            held_bytes=self.held_bytes,
+            unit="resident",
+            source="a test",
         )
         return Budget(device="cpu", limits=(limit,))
 
@@ -71,7 +78,7 @@ class Fake:
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "SECONDS", {"cpu": 0.0})
+    monkeypatch.setattr(watch, "SECONDS", {"cpu": 0.0, "cuda": 0.0})
 
 
 def guarding(tmp_path: Path, plan: Plan | None = None, **more: Any) -> tuple[Guard, Fake]:
@@ -113,6 +120,29 @@ def test_every_kind_of_out_of_memory_error_is_caught(tmp_path: Path, error: Exce
             if not guard.rung:
                 raise error
     assert guard.rung == 1
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "falls"), [(0, True), (watch.SPARE_BYTES - 1, True), (watch.SPARE_BYTES, False), (GIB, False)]
+)
+def test_a_card_that_others_have_filled_is_tight_though_nothing_failed(free_bytes: int, falls: bool) -> None:
+    device = Fake(name="cuda:0", free_bytes=8 * GIB, held_bytes=2 * GIB, others_bytes=GIB)
+    watching = watch.Watch(device=device)  # type: ignore[arg-type]
+    watching.start()
+    assert watching.look() is None
+    device.others_bytes = 6 * GIB - free_bytes
+    found = watching.look()
+    assert (found is not None) == falls
+    assert found is None or found.reason.startswith(f"Other processes took {format_bytes(5 * GIB - free_bytes)} of the")
+    assert watching.look() is None, "once is enough"
+
+
+def test_a_card_that_this_process_fills_itself_is_not_tight() -> None:
+    device = Fake(name="cuda:0", free_bytes=8 * GIB, held_bytes=2 * GIB, others_bytes=GIB)
+    watching = watch.Watch(device=device)  # type: ignore[arg-type]
+    watching.start()
+    device.held_bytes = 7 * GIB
+    assert watching.look() is None
 
 
 def test_another_error_goes_its_way(tmp_path: Path) -> None:

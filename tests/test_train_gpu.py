@@ -8,31 +8,34 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from plans import saved
+from plans import card_plan, saved
 
 import oomguard
-from oomguard.device import open_device
 from oomguard.errors import GuardError
 from oomguard.guard.ladder import FIRST_WAIT
 from oomguard.metrics import Event, Events
 from oomguard.plan.value import Plan
 from oomguard.train.job import EVENTS, Told
-from oomguard.units import GIB, MIB
 
 pytestmark = pytest.mark.gpu
 
-SPEC: dict[str, Any] = {"cell": "lstm", "seq": 400, "features": 2, "hidden": 512, "layers": 2, "batch": 64}
-WHOLE: dict[str, Any] = {"segments": 1, "allocator": "plain", "engine": "cudnn", "max_probes": 4, "allow": "none"}
-"""One setting: what is tested here is what comes after the search."""
+SPEC: dict[str, Any] = {"cell": "lstm", "seq": 400, "features": 2, "hidden": 2048}
 
 
-def planned(budget: int | None = None, batch: int = 64) -> Plan:
-    """A plan that takes the whole batch at once."""
-    fields = SPEC | {"batch": batch}
-    return oomguard.find_feasible_config(**fields, **WHOLE, microbatch=batch, device="cuda", budget=budget)
+def ladder(rows: int) -> list[tuple[int, int]]:
+    """Half of the microbatch on each rung, down to one sequence in pieces."""
+    return [(rows >> halvings, 1) for halvings in range(rows.bit_length())] + [(1, 4), (1, 16)]
 
 
-def data(tmp_path: Path, rows: int = 128) -> str:
+def filling(share: float) -> Plan:
+    """A plan whose peak should be this share of the card, or somewhat less."""
+    total_bytes, rows = torch.cuda.mem_get_info(0)[1], 4
+    while card_plan([(rows + rows // 4, 1)], **SPEC, batch=2 * rows).expected.peak_bytes < share * total_bytes:
+        rows += rows // 4
+    return card_plan(ladder(rows), **SPEC, batch=rows)
+
+
+def data(tmp_path: Path, rows: int = 64) -> str:
     return saved(tmp_path / "data.npy", rows=rows, steps=SPEC["seq"])
 
 
@@ -42,19 +45,7 @@ def events(run: Path, kinds: tuple[str, ...] = ("oom", "tight", "climb", "bottom
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return planned(2 * GIB)
-
-
-@pytest.fixture(scope="module")
-def filling() -> Plan:
-    """A plan whose peak is more than half of what the card has free."""
-    free_bytes = open_device("cuda").budget().left_bytes
-    batch = 64
-    while oomguard.estimate(**SPEC | {"batch": 2 * batch}, device="cuda").total_bytes < 0.8 * free_bytes:
-        batch *= 2
-    while oomguard.estimate(**SPEC | {"batch": batch}, device="cuda").total_bytes < 0.6 * free_bytes:
-        batch += batch // 4
-    return planned(batch=batch)
+    return card_plan(ladder(16), **SPEC, batch=32)
 
 
 def test_a_plan_for_the_card_is_trained_there(tmp_path: Path, plan: Plan) -> None:
@@ -66,19 +57,21 @@ def test_a_plan_for_the_card_is_trained_there(tmp_path: Path, plan: Plan) -> Non
 
 
 def test_it_survives_a_neighbour_that_takes_half_of_the_card_and_gives_it_back(
-    tmp_path: Path, filling: Plan, neighbour: Callable[[int], None]
+    tmp_path: Path, neighbour: Callable[[int], None]
 ) -> None:
-    steps, rungs = 3 * FIRST_WAIT, []
+    plan, half_bytes = filling(0.9), torch.cuda.mem_get_info(0)[1] // 2
+    assert plan.expected.peak_bytes > 1.2 * half_bytes, "the case is not hard: it would fit beside the neighbour"
+    steps, rungs = 60 + 4 * FIRST_WAIT, list[int]()
 
     def watch(told: Told) -> None:
         rungs.append(told.rung)
         if told.step == 20:
-            neighbour(torch.cuda.mem_get_info(0)[1] // 2)
+            neighbour(half_bytes)
         elif told.step == 60:
             neighbour(0)
 
     result = oomguard.train(
-        filling, data(tmp_path, rows=filling.spec.batch), run=str(tmp_path / "run"), steps=steps, progress=watch
+        plan, data(tmp_path, rows=plan.spec.batch), run=str(tmp_path / "run"), steps=steps, progress=watch, workers=0
     )
     assert (result.steps, result.ended) == (steps, "done")
     assert rungs[:20] == [0] * 20
@@ -94,12 +87,12 @@ def test_it_survives_a_neighbour_that_takes_half_of_the_card_and_gives_it_back(
 
 
 def test_an_out_of_memory_error_of_the_card_is_one_rung_not_the_end(tmp_path: Path, plan: Plan) -> None:
-    smaller = msgspec.structs.replace(plan, budget_bytes=plan.peak_bytes - 64 * MIB)
-    smaller = msgspec.structs.replace(smaller, asked_budget_bytes=smaller.budget_bytes)
-    result = oomguard.train(smaller, data(tmp_path), run=str(tmp_path / "run"), steps=5)
+    budget_bytes = plan.expected.peak_bytes * 3 // 4
+    smaller = msgspec.structs.replace(plan, budget_bytes=budget_bytes, asked_budget_bytes=budget_bytes)
+    result = oomguard.train(smaller, data(tmp_path), run=str(tmp_path / "run"), steps=5, workers=0)
     assert (result.steps, result.ended) == (5, "done")
     assert result.rung > 0
-    assert {one.kind for one in events(tmp_path / "run")} == {"oom"}
+    assert "oom" in {one.kind for one in events(tmp_path / "run")}
 
 
 def test_at_the_bottom_there_are_a_checkpoint_and_a_message(
@@ -113,15 +106,15 @@ def test_at_the_bottom_there_are_a_checkpoint_and_a_message(
             neighbour(total_bytes)
 
     with pytest.raises(GuardError, match="last rung"):
-        oomguard.train(plan, file, run=str(run), steps=9, progress=watch)
+        oomguard.train(plan, file, run=str(run), steps=60, progress=watch, workers=0)
     neighbour(0)
-    result = oomguard.train(plan, file, run=str(run), steps=9, resume=True)
-    assert (result.steps, result.ended) == (9, "done")
+    result = oomguard.train(plan, file, run=str(run), steps=60, resume=True, workers=0)
+    assert (result.steps, result.ended) == (60, "done")
 
 
 def test_predictions_come_from_the_card(tmp_path: Path, plan: Plan) -> None:
     file = data(tmp_path)
     oomguard.train(plan, file, run=str(tmp_path / "run"), steps=2)
     found = oomguard.predict(str(tmp_path / "run"), file)
-    assert found.shape == (128, SPEC["seq"], 1)
+    assert found.shape == (64, SPEC["seq"], 1)
     assert np.isfinite(found).all()

@@ -171,6 +171,7 @@ class Guard:
             if self.rung + 1 < len(self.ladder):
                 self.fall("tight", tight.reason, **tight.figures)
                 self.device.release()
+                self.device.reset()  # what was reserved until now is no peak of the next step
             elif not self._at_bottom:  # nothing failed yet, so it goes on; once is enough to say so
                 self._at_bottom = True
                 self.tell("tight", f"{tight.reason} This is the last rung.", **tight.figures, rung=self.rung)

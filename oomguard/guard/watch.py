@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from oomguard.device import Device
+from oomguard.device.budget import Limit
 from oomguard.device.reading import Reading
 from oomguard.units import MIB, format_bytes
 
@@ -14,6 +15,9 @@ SECONDS = {"cpu": 0.5, "cuda": 0.1}
 is missed in between: peaks and retries count since the last look."""
 SWAPPED_BYTES = 16 * MIB
 """What of this process may be swapped out before it counts: idle pages of libraries are, sooner or later."""
+
+SPARE_BYTES = 64 * MIB
+"""Of a card: with less than this free, the next block that PyTorch asks the driver for may be refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +42,13 @@ class Watch:
     """The largest seen so far."""
     _next: float = 0.0
     _swapped_bytes: int | None = field(default=None)
+    _others_bytes: int | None = field(default=None)
+    """What other processes held of the card when it was last said, or when they held least."""
 
     def start(self) -> None:
         """Begin: what was before does not count."""
         self._swapped_bytes = self.device.reading().swapped_bytes
+        self._taken(self.device.budget().binding)
         self.device.reset()
         self._next = self.clock() + self._pause
 
@@ -91,6 +98,9 @@ class Watch:
                 figures=figures | {"budget_bytes": self.limit_bytes},
             )
         limit = self.device.budget().binding
+        taken = self._taken(limit)
+        if taken is not None:
+            return Tight(reason=taken, figures=figures | {"others_bytes": limit.used_bytes - limit.held_bytes})
         if reading.peak_bytes > limit.reach_bytes:
             return Tight(
                 reason=f"It peaked at {format_bytes(reading.peak_bytes)}, and by {limit.name} only "
@@ -98,3 +108,21 @@ class Watch:
                 figures=figures | {"limit": limit.name, "limit_bytes": limit.reach_bytes},
             )
         return None
+
+    def _taken(self, limit: Limit) -> str | None:
+        """What other processes have taken of a card until nothing was left.
+
+        What this process holds they cannot take, so its steps go on; but it could not ask for a block more.
+        """
+        if self.device.name == "cpu":
+            return None
+        others_bytes, free_bytes = limit.used_bytes - limit.held_bytes, limit.limit_bytes - limit.used_bytes
+        before_bytes = others_bytes if self._others_bytes is None else min(self._others_bytes, others_bytes)
+        self._others_bytes = before_bytes
+        if free_bytes >= SPARE_BYTES or others_bytes <= before_bytes + SPARE_BYTES:
+            return None
+        self._others_bytes = others_bytes
+        return (
+            f"Other processes took {format_bytes(others_bytes - before_bytes)} of the card, "
+            f"and {format_bytes(free_bytes)} of it are free."
+        )
