@@ -14,6 +14,8 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
     """The cells."""
     align: str
     """For each column, `l` (words) or `r` (figures)."""
+    caption: str = ""
+    """What the rows are: for a page, and for who has it read out. On a screen the section's title is enough."""
 
     def __post_init__(self) -> None:
         widths = {len(self.header), len(self.align), *map(len, self.rows)}
