@@ -31,6 +31,7 @@ __all__ = [
     "load_plan",
     "predict",
     "probe",
+    "save_page",
     "save_plan",
     "train",
 ]
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from oomguard.candidate import Candidate
     from oomguard.errors import GuardError, MisuseError, OomguardError
     from oomguard.estimate.breakdown import Estimate
+    from oomguard.page.make import save_page
     from oomguard.plan.shortfall import NothingFitsError
     from oomguard.plan.store import load_plan, save_plan
     from oomguard.plan.value import Plan
@@ -68,6 +70,7 @@ else:
         "load_plan": "oomguard.plan.store",
         "predict": "oomguard.api",
         "probe": "oomguard.api",
+        "save_page": "oomguard.page.make",
         "save_plan": "oomguard.plan.store",
         "train": "oomguard.api",
     }

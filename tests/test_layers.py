@@ -24,7 +24,7 @@ ORDER = [
         "probe",
         "calibrate",
     ),
-    *("advice", "search", "plan", "data", "metrics", "guard", "checkpoint", "train", "report", "api"),
+    *("advice", "search", "plan", "data", "metrics", "guard", "checkpoint", "train", "report", "page", "api"),
     *("flags", "typed", "usage", "cli"),
 ]
 """Files and folders of the package, from the top; inside a folder, files may import one another."""

@@ -50,8 +50,10 @@ def _table(table: Table) -> str:
     if any(table.header):
         cells = [_cell("th", cell, side, 'scope="col"') for cell, side in zip(table.header, table.align, strict=True)]
         parts.append(f"<thead><tr>{''.join(cells)}</tr></thead>")
-    rows = "\n".join(_row(table, row) for row in table.rows)
-    return "\n".join([*parts, f"<tbody>{rows}</tbody>", "</table>"])
+    rows = [_row(table, row) for row in table.rows]
+    own = len(rows) - table.sums
+    parts += [f"<tbody>{''.join(some)}</tbody>" for some in (rows[:own], rows[own:]) if some]
+    return "\n".join([*parts, "</table>"])
 
 
 def _row(table: Table, row: tuple[str, ...]) -> str:

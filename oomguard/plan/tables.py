@@ -61,6 +61,7 @@ def terms(plan: Plan) -> Table:
     names = sorted({*plain.terms, *ours.terms}, key=lambda name: -plain.terms.get(name, 0))
     sizes = [(name, plain.terms.get(name, 0), ours.terms.get(name, 0)) for name in names]
     rows = [(name, format_bytes(theirs), format_bytes(own)) for name, theirs, own in sizes if theirs or own]
+    summands = len(rows)
     rows.append(("estimate", format_bytes(plain.total_bytes), format_bytes(ours.total_bytes)))
     for label, key in (("expected", "peak_bytes"), ("margin", "margin_bytes")):
         pair = (getattr(one.expected, key) for one in (plan.plain, plan))
@@ -71,7 +72,8 @@ def terms(plan: Plan) -> Table:
     if ours.host_bytes or plain.host_bytes:
         rows.append(("of the host", format_bytes(plain.host_bytes), format_bytes(ours.host_bytes)))
     caption = "The terms of the estimate, and what became of it"
-    return Table(header=("term", "plain PyTorch", "this plan"), rows=tuple(rows), align="lrr", caption=caption)
+    header, sums = ("term", "plain PyTorch", "this plan"), len(rows) - summands
+    return Table(header=header, rows=tuple(rows), align="lrr", sums=sums, caption=caption)
 
 
 def records(plan: Plan) -> Table:
