@@ -1,0 +1,136 @@
+"""A curve as a figure of Plotly's, for pages and notebooks."""
+
+import math
+import textwrap
+from typing import Any
+
+from plotly import graph_objects as go
+
+from oomguard.curves.look import DARK, DASHES, FONT, HATCHES, LIGHT, MARKERS, Look, colour
+from oomguard.curves.value import Axis, Curve, Mark, Series
+
+WIDTH = 68
+"""Letters of a line of the title."""
+LOWER, UPPER = (0.0, 0.36), (0.46, 1.0)
+"""The shares of the height that two panels take."""
+
+
+def figure(curve: Curve, *, dark: bool = False, titled: bool = True) -> go.Figure:
+    """The curve as a figure. A page that says title and answer itself draws it without (`titled=False`)."""
+    look = DARK if dark else LIGHT
+    found = go.Figure(
+        data=[trace for one in curve.series for trace in _traces(one, curve, look)],
+        layout=_layout(curve, look, titled=titled),
+    )
+    for mark in curve.marks:
+        _mark(found, mark, curve, look)
+    return found
+
+
+def _layout(curve: Curve, look: Look, *, titled: bool) -> dict[str, Any]:
+    two = curve.below is not None
+    layout: dict[str, Any] = {
+        "paper_bgcolor": look.paper,
+        "plot_bgcolor": look.paper,
+        "font": {"family": FONT, "size": 13, "color": look.ink},
+        "hoverlabel": {"bgcolor": look.paper, "bordercolor": look.grid, "font": {"family": FONT, "color": look.ink}},
+        "hovermode": "closest",
+        "margin": {"l": 62, "r": 20, "t": _title_height(curve) if titled else 16, "b": 56},
+        "legend": {"orientation": "h", "x": 0, "y": -0.22, "yanchor": "top", "bgcolor": "rgba(0,0,0,0)"},
+        "xaxis": _axis(curve.x, look) | {"anchor": "y2" if two else "y"},
+        "yaxis": _axis(curve.y, look) | {"domain": UPPER if two else (0, 1), "anchor": "x"},
+    }
+    if curve.below is not None:
+        layout["yaxis2"] = _axis(curve.below, look) | {"domain": LOWER, "anchor": "x"}
+    if titled:
+        layout["title"] = {"text": _title(curve, look), "x": 0.01, "xanchor": "left", "y": 0.97, "yanchor": "top"}
+    return layout
+
+
+def _title(curve: Curve, look: Look) -> str:
+    lines = "<br>".join(textwrap.wrap(curve.answer, WIDTH + 22))
+    return f"<b>{'<br>'.join(textwrap.wrap(curve.title, WIDTH))}</b><br><span style='font-size:12px;color:{look.soft}'>{lines}</span>"
+
+
+def _title_height(curve: Curve) -> int:
+    return 30 + 20 * len(textwrap.wrap(curve.title, WIDTH)) + 16 * len(textwrap.wrap(curve.answer, WIDTH + 22))
+
+
+def _axis(axis: Axis, look: Look) -> dict[str, Any]:
+    ends = [math.log10(axis.low), math.log10(axis.high)] if axis.log else [axis.low, axis.high]
+    found: dict[str, Any] = {
+        "title": {"text": axis.text, "standoff": 8},
+        "type": "log" if axis.log else "linear",
+        "range": ends,
+        "gridcolor": look.grid,
+        "linecolor": look.soft,
+        "zeroline": False,
+        "showline": True,
+        "ticks": "outside",
+        "tickcolor": look.grid,
+    }
+    if axis.ticks:
+        found |= {"tickvals": [where for where, _ in axis.ticks], "ticktext": [word for _, word in axis.ticks]}
+    return found
+
+
+def _traces(one: Series, curve: Curve, look: Look) -> list[Any]:
+    ink = colour(look, one.slot)
+    common: dict[str, Any] = {"x": one.x, "name": one.name, "yaxis": "y2" if one.panel else "y"}
+    if one.words:
+        common |= {"text": one.words, "hovertemplate": "%{text}<extra></extra>"}
+    if one.kind == "band":
+        edge = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}
+        lower = go.Scatter(common | edge | {"y": one.low, "showlegend": False})
+        return [lower, go.Scatter(common | edge | {"y": one.y, "fill": "tonexty", "fillcolor": _faint(ink)})]
+    if one.kind == "area":
+        filled = {"stackgroup": "all", "line": {"width": 0.8, "color": ink}, "fillcolor": ink, "mode": "lines"}
+        pattern = {"shape": HATCHES[one.slot % len(HATCHES)], "fgcolor": look.paper, "fgopacity": 0.35, "size": 6}
+        return [go.Scatter(common | filled | {"y": one.y, "fillpattern": pattern})]
+    marker = {"symbol": MARKERS[one.slot % len(MARKERS)], "color": ink, "size": 9, "line": {"color": look.paper, "width": 1}}
+    if one.kind == "points":
+        return [go.Scatter(common | {"y": one.y, "mode": "markers", "marker": marker})]
+    line = {"color": ink, "width": 2.4, "dash": DASHES[one.slot % len(DASHES)]}
+    return [go.Scatter(common | {"y": one.y, "mode": "lines", "line": line})]
+
+
+def _faint(ink: str) -> str:
+    red, green, blue = (int(ink[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red},{green},{blue},0.16)"
+
+
+def _mark(found: go.Figure, mark: Mark, curve: Curve, look: Look) -> None:
+    panel = "y2" if mark.panel else "y"
+    if mark.x is not None and mark.y is not None:
+        _point(found, mark, curve, look)
+    elif mark.y is not None:
+        line = {"color": look.ink, "width": 1.6, "dash": "dash"}
+        found.add_shape(type="line", xref="x domain", yref=panel, x0=0, x1=1, y0=mark.y, y1=mark.y, line=line)
+        where = _place(curve.below if mark.panel and curve.below else curve.y, mark.y)
+        found.add_annotation(
+            text=mark.text, xref="x domain", yref=panel, x=1, y=where, xanchor="right", yanchor="bottom", showarrow=False
+        )
+    elif mark.x is not None:
+        line = {"color": look.ink, "width": 1.6, "dash": "dash" if mark.role == "budget" else "dot"}
+        found.add_shape(type="line", xref="x", yref="paper", x0=mark.x, x1=mark.x, y0=0, y1=1, line=line)
+        where = _place(curve.x, mark.x)
+        found.add_annotation(
+            text=mark.text, xref="x", yref="paper", x=where, y=1, xanchor="right", yanchor="top", showarrow=False,
+            textangle=-90,
+        )  # fmt: skip
+
+
+def _point(found: go.Figure, mark: Mark, curve: Curve, look: Look) -> None:
+    star = {"symbol": "star", "size": 15, "color": look.ink, "line": {"color": look.paper, "width": 1.2}}
+    ring = {"symbol": "circle-open", "size": 13, "color": look.ink, "line": {"width": 2.2}}
+    found.add_trace(
+        go.Scatter(
+            x=[mark.x], y=[mark.y], name=mark.text, mode="markers", marker=star if mark.role == "chosen" else ring,
+            yaxis="y2" if mark.panel else "y", hovertemplate=f"{mark.text}<extra></extra>",
+        )
+    )  # fmt: skip
+
+
+def _place(axis: Axis, value: float) -> float:
+    """Where an annotation goes: on logarithmic axes, Plotly counts in powers of ten."""
+    return math.log10(value) if axis.log else value

@@ -1,0 +1,54 @@
+"""How curves look: colours that colour-blind people tell apart, and dashes and markers for those who print in grey."""
+
+from dataclasses import dataclass
+
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
+"""As Plotly names them; by slot."""
+MARKERS = ("circle", "square", "diamond", "triangle-up", "cross")
+"""The same."""
+HATCHES = ("", "/", ".", "\\", "x", "-", "|", "+", "")
+"""What areas are filled with, as both libraries name it; by slot."""
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """The colours of a light or a dark page."""
+
+    colours: tuple[str, ...]
+    """By slot: those of Okabe and Ito ("Color Universal Design", 2008), made lighter for dark pages."""
+    paper: str
+    """Behind all."""
+    ink: str
+    """Words, and the budget."""
+    soft: str
+    """Words of less weight."""
+    grid: str
+    """The lines behind the figures."""
+
+
+LIGHT = Look(
+    colours=(
+        *("#0072b2", "#d55e00", "#009e73", "#cc79a7"),
+        *("#e69f00", "#56b4e9", "#7f7f7f", "#f0e442", "#8c6d31"),
+    ),
+    paper="#ffffff",
+    ink="#1b1f24",
+    soft="#59636e",
+    grid="#e3e6ea",
+)
+DARK = Look(
+    colours=(
+        *("#56b4e9", "#ff9a4d", "#33c99c", "#e3a3c6"),
+        *("#f0b83a", "#2f8fd0", "#a3a3a3", "#f0e442", "#c7a76c"),
+    ),
+    paper="#14181d",
+    ink="#e8ebef",
+    soft="#a3adb8",
+    grid="#2b323a",
+)
+
+
+def colour(look: Look, slot: int) -> str:
+    """The colour of a slot."""
+    return look.colours[slot % len(look.colours)]

@@ -1,0 +1,89 @@
+"""What several curves have in common: the budget, the chosen candidate, measured points, microbatches to look at."""
+
+from collections.abc import Iterable
+
+from oomguard.calibrate import same_model
+from oomguard.candidate import Candidate
+from oomguard.curves import axes
+from oomguard.curves.value import Mark, Series
+from oomguard.plan.phrases import candidate_words
+from oomguard.probe.record import Record
+from oomguard.tradeoffs.subject import Subject
+from oomguard.units import format_bytes
+
+MEASURED = 8
+"""The slot of what was measured: black on white."""
+
+
+def sizes(subject: Subject) -> list[int]:
+    """Microbatches to look at: doublings, one between two of them, the candidate's, and the batch.
+
+    >>> from oomguard.estimate.place import CPU
+    >>> from oomguard.spec import Spec
+    >>> spec = Spec(cell="gru", seq=100, batch=10)
+    >>> sizes(Subject(spec=spec, place=CPU, budget_bytes=1 << 30, candidate=Candidate(microbatch=5, accumulation=2)))
+    [1, 2, 3, 4, 5, 6, 8, 10]
+    """
+    batch = subject.spec.batch
+    doublings = [1 << power for power in range(batch.bit_length())]
+    between = [3 * one // 2 for one in doublings if one > 1]
+    return sorted({one for one in (*doublings, *between, subject.candidate.microbatch, batch) if one <= batch})
+
+
+def budget_mark(subject: Subject, *, upright: bool = False) -> Mark:
+    """The budget, as a line."""
+    where, text = axes.gib([subject.budget_bytes])[0], f"budget {format_bytes(subject.budget_bytes)}"
+    return Mark(text=text, x=where, role="budget") if upright else Mark(text=text, y=where, role="budget")
+
+
+def chosen_mark(subject: Subject, x: float) -> list[Mark]:
+    """The plan's candidate with its peak, if there is a plan."""
+    if subject.plan is None:
+        return []
+    return [Mark(text="the plan", x=x, y=axes.gib([subject.plan.peak_bytes])[0], role="chosen")]
+
+
+def pieces_phrase(candidate: Candidate) -> str:
+    """In what pieces the sequence is gone through, to end a sentence with.
+
+    >>> pieces_phrase(Candidate(microbatch=1)), pieces_phrase(Candidate(microbatch=1, segments=1024))
+    ('', ' with 1,024 segments')
+    """
+    if candidate.window is not None:
+        return f" with a window of {candidate.window:,} steps"
+    return f" with {candidate.segments:,} segments" if candidate.segments > 1 else ""
+
+
+def measured_peaks(subject: Subject, knob: str, fixed: Iterable[str]) -> list[Series]:
+    """Peaks that were measured at full length, where some knobs are as the candidate has them."""
+    own = [one for one in full_length(subject) if _alike(one.candidate, subject.candidate, fixed)]
+    if not own:
+        return []
+    return [
+        Series(
+            name="measured",
+            kind="points",
+            x=tuple(float(getattr(one.candidate, knob)) for one in own),
+            y=axes.gib(one.peak_bytes or 0 for one in own),
+            words=tuple(f"measured: {candidate_words(one.candidate)}: {format_bytes(_peak(one))}" for one in own),
+            slot=MEASURED,
+        )
+    ]
+
+
+def full_length(subject: Subject) -> list[Record]:
+    """What ran with sequences of full length."""
+    return [one for one in ran(subject) if one.spec.steps == subject.spec.steps]
+
+
+def ran(subject: Subject) -> list[Record]:
+    """What ran of this model, whatever the length."""
+    return [one for one in subject.records if one.verdict.ran and same_model(one.spec, subject.spec)]
+
+
+def _peak(record: Record) -> int:
+    return record.peak_bytes or 0
+
+
+def _alike(one: Candidate, other: Candidate, knobs: Iterable[str]) -> bool:
+    return all(getattr(one, name) == getattr(other, name) for name in knobs)
