@@ -87,7 +87,12 @@ def _traces(one: Series, curve: Curve, look: Look) -> list[Any]:
         filled = {"stackgroup": "all", "line": {"width": 0.8, "color": ink}, "fillcolor": ink, "mode": "lines"}
         pattern = {"shape": HATCHES[one.slot % len(HATCHES)], "fgcolor": look.paper, "fgopacity": 0.35, "size": 6}
         return [go.Scatter(common | filled | {"y": one.y, "fillpattern": pattern})]
-    marker = {"symbol": MARKERS[one.slot % len(MARKERS)], "color": ink, "size": 9, "line": {"color": look.paper, "width": 1}}
+    marker = {
+        "symbol": MARKERS[one.slot % len(MARKERS)],
+        "color": ink,
+        "size": 9,
+        "line": {"color": look.paper, "width": 1},
+    }
     if one.kind == "points":
         return [go.Scatter(common | {"y": one.y, "mode": "markers", "marker": marker})]
     line = {"color": ink, "width": 2.4, "dash": DASHES[one.slot % len(DASHES)]}
@@ -108,7 +113,14 @@ def _mark(found: go.Figure, mark: Mark, curve: Curve, look: Look) -> None:
         found.add_shape(type="line", xref="x domain", yref=panel, x0=0, x1=1, y0=mark.y, y1=mark.y, line=line)
         where = _place(curve.below if mark.panel and curve.below else curve.y, mark.y)
         found.add_annotation(
-            text=mark.text, xref="x domain", yref=panel, x=1, y=where, xanchor="right", yanchor="bottom", showarrow=False
+            text=mark.text,
+            xref="x domain",
+            yref=panel,
+            x=1,
+            y=where,
+            xanchor="right",
+            yanchor="bottom",
+            showarrow=False,
         )
     elif mark.x is not None:
         line = {"color": look.ink, "width": 1.6, "dash": "dash" if mark.role == "budget" else "dot"}

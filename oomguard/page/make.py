@@ -6,8 +6,11 @@ import os
 from html import escape
 from pathlib import Path
 
+from plotly.offline import get_plotlyjs
+
 from oomguard.errors import MisuseError
 from oomguard.files import replace_content
+from oomguard.page.curves import curves, section
 from oomguard.page.summary import summary
 from oomguard.plan.html import inside
 from oomguard.plan.section import Section
@@ -37,12 +40,13 @@ def save_page(plan: Plan, path: str | os.PathLike[str], sequences: int | None = 
 def make_page(plan: Plan, sequences: int | None = None) -> str:
     """The page as one document."""
     first, *others = explain(plan, sequences)
-    scripts = [BEHAVIOUR.read_text(encoding="utf-8")]
+    scripts = [get_plotlyjs(), BEHAVIOUR.read_text(encoding="utf-8")]
     body = [
         *_header(first, others),
         "<main>",
         *_result(first, plan, sequences),
         *(line for one in others for line in _section(one)),
+        *section(curves(plan)),
         "</main>",
         *(f"<script>{one}</script>" for one in scripts),
     ]
@@ -71,7 +75,8 @@ def _digest(script: str) -> str:
 
 
 def _header(first: Section, others: list[Section]) -> list[str]:
-    links = [f'<a href="#{_anchor(one.title)}">{escape(one.title)}</a>' for one in others]
+    titles = [*(one.title for one in others), "Curves"]
+    links = [f'<a href="#{_anchor(one)}">{escape(one)}</a>' for one in titles]
     return [
         "<header>",
         f"<div><p>oomguard</p>{TOGGLE}</div>",

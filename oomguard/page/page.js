@@ -3,20 +3,62 @@ const root = document.documentElement;
 const prefersDark = matchMedia("(prefers-color-scheme: dark)");
 const printing = matchMedia("print");
 const toggle = document.getElementById("theme");
+const drawings = JSON.parse(document.getElementById("drawings").textContent);
+const PAPER_WIDTH = 640;
+const SETTINGS = {
+  responsive: true,
+  displaylogo: false,
+  modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
+};
+let onPaper = false;
 
 // The theme that is seen: paper is light, then what was chosen here, then what the system prefers.
 function isDark() {
-  if (printing.matches) return false;
+  if (onPaper || printing.matches) return false;
   return root.dataset.theme ? root.dataset.theme === "dark" : prefersDark.matches;
 }
 
-function showTheme() {
-  toggle.setAttribute("aria-pressed", String(isDark()));
+function put(figure, path, value) {
+  const last = path[path.length - 1];
+  path.slice(0, -1).reduce((at, name) => at[name], figure)[last] = value;
 }
 
-toggle.addEventListener("click", () => {
-  root.dataset.theme = isDark() ? "light" : "dark";
-  showTheme();
+// Draws one curve anew: the same figure in either theme, a zoom stays until another one is chosen.
+function draw(place, number) {
+  const menu = place.querySelector("select");
+  const chosen = menu ? menu.selectedIndex : 0;
+  const { title, answer, light, dark } = drawings[number][chosen];
+  const figure = structuredClone(light);
+  if (isDark()) for (const [path, value] of dark) put(figure, path, value);
+  figure.layout.uirevision = `${chosen}`;
+  figure.layout.modebar = { bgcolor: "rgba(0,0,0,0)" };
+  figure.layout.margin.t = 40; // its buttons
+  if (onPaper) figure.layout.width = PAPER_WIDTH;
+  if (matchMedia("(pointer: coarse)").matches) figure.layout.dragmode = false; // a finger scrolls the page
+  place.querySelector("h3").textContent = title;
+  place.querySelector(".reply").textContent = answer;
+  Plotly.react(place.querySelector(".plot"), figure.data, figure.layout, SETTINGS);
+}
+
+function show() {
+  toggle.setAttribute("aria-pressed", String(isDark()));
+  document.querySelectorAll(".curve").forEach(draw);
+}
+
+document.querySelectorAll(".curve").forEach((place, number) => {
+  place.querySelector("select")?.addEventListener("change", () => draw(place, number));
 });
-for (const query of [prefersDark, printing]) query.addEventListener("change", showTheme);
-showTheme();
+toggle.addEventListener("click", () => {
+  const dark = !isDark();
+  if (dark === prefersDark.matches) delete root.dataset.theme; // as the system has it: follow the system again
+  else root.dataset.theme = dark ? "dark" : "light";
+  show();
+});
+for (const query of [prefersDark, printing]) query.addEventListener("change", show);
+for (const [name, paper] of [["beforeprint", true], ["afterprint", false]]) {
+  addEventListener(name, () => {
+    onPaper = paper;
+    show();
+  });
+}
+show();

@@ -60,10 +60,9 @@ def _bar(words: tuple[str, str], sizes: tuple[int, int], scale_bytes: int, *, fi
     cut = peak_bytes + margin_bytes > scale_bytes
     kind = " ".join(["bar", *([] if fits else ["over"]), *(["cut"] if cut else [])])
     shares = f"--peak:{_percent(peak_bytes, scale_bytes)};--margin:{_percent(margin_bytes, scale_bytes)}"
-    return (
-        f'<div class="{kind}"><p><span>{escape(name)} <small>{escape(note)}</small></span> <b>{escape(format_bytes(peak_bytes))}</b></p>'
-        f'<div class="track" style="{shares}" aria-hidden="true"><span><i></i><u></u></span></div></div>'
-    )
+    said = f"<span>{escape(name)} <small>{escape(note)}</small></span> <b>{escape(format_bytes(peak_bytes))}</b>"
+    drawn = f'<div class="track" style="{shares}" aria-hidden="true"><span><i></i><u></u></span></div>'
+    return f'<div class="{kind}"><p>{said}</p>{drawn}</div>'
 
 
 def _percent(size_bytes: int, scale_bytes: int) -> str:
@@ -99,7 +98,7 @@ def _times(plan: Plan, sequences: int | None) -> list[Fact]:
 
 def _facts(facts: list[Fact]) -> list[str]:
     inside = [
-        f'<div><dt>{escape(one.name)}</dt><dd><b>{escape(one.value)}</b> <small>{escape(one.note)}</small></dd></div>'
+        f"<div><dt>{escape(one.name)}</dt><dd><b>{escape(one.value)}</b> <small>{escape(one.note)}</small></dd></div>"
         for one in facts
     ]
     return ['<dl class="facts">', *inside, "</dl>"]

@@ -96,9 +96,9 @@ def plain_words(plan: Plan) -> str:
 
 def _why(plan: Plan) -> Section:
     first, *others = plan.maximize
-    also = f", with a front to the {' and the '.join(AIMS[one] for one in others)}" if others else ""
+    also = f", with a front to the {' and the '.join(AIMS.get(one, one) for one in others)}" if others else ""
     allowed = ", ".join(plan.allow) or "none"
-    said = [f"Looked for: the {AIMS[first]} that fits{also}. Lossy knobs that were allowed: {allowed}."]
+    said = [f"Looked for: the {AIMS.get(first, first)} that fits{also}. Lossy knobs that were allowed: {allowed}."]
     if plan.asked_budget_bytes is not None and plan.asked_budget_bytes > plan.budget_bytes:
         said.append(
             f"Of the {format_bytes(plan.asked_budget_bytes)} of the budget only {format_bytes(plan.budget_bytes)} "
