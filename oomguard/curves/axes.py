@@ -22,12 +22,16 @@ def gib(size_bytes: Iterable[float]) -> tuple[float, ...]:
 
 
 def linear(label: str, unit: str, values: Iterable[float]) -> Axis:
-    """From 0 to a little over the largest.
+    """From 0 to a little over the largest, with words at round numbers.
 
-    >>> linear("Peak", "GiB", [1, 10]).high
-    10.8
+    >>> [word for _, word in linear("Throughput", "tokens/s", [7000]).ticks]
+    ['0', '2,000', '4,000', '6,000']
     """
-    return Axis(label=label, unit=unit, low=0.0, high=max(1.08 * max(values), 1e-9))
+    high = max(1.12 * max(values), 1e-9)
+    power = 10.0 ** math.floor(math.log10(high / 4))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if high / (factor * power) <= 6)
+    ticks = tuple((count * step, f"{count * step:,.6g}") for count in range(int(high / step) + 1))
+    return Axis(label=label, unit=unit, low=0.0, high=high, ticks=ticks)
 
 
 def logarithmic(label: str, unit: str, values: Iterable[float], *, base: int = 10, pad: float = 1.08) -> Axis:

@@ -5,9 +5,10 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from oomguard.curves.look import HATCHES, LIGHT, colour
+from oomguard.curves.look import HATCHES, LIGHT, colour, side_of
 from oomguard.curves.value import Axis, Curve, Mark, Series
 
 SIZE_INCHES, DPI = (8.0, 5.4), 160
@@ -17,6 +18,8 @@ TITLE, ANSWER = 70, 104
 DASHES: tuple[Any, ...] = ("-", (0, (6, 3)), (0, (1.5, 2)), (0, (7, 2, 1.5, 2)), (0, (10, 3)))
 MARKERS = ("o", "s", "D", "^", "P")
 """As in look.py, in Matplotlib's words."""
+HALO = [withStroke(linewidth=3, foreground=LIGHT.paper)]
+"""Words stay readable where they cross a line."""
 
 
 def figure(curve: Curve) -> Figure:
@@ -36,7 +39,7 @@ def figure(curve: Curve) -> Figure:
     for number, panel in enumerate(panels):
         _series(panel, [one for one in curve.series if one.panel == number])
     for mark in curve.marks:
-        _mark(panels[mark.panel], mark)
+        _mark(panels[mark.panel], mark, curve)
     _words(found, curve, panels)
     return found
 
@@ -66,52 +69,83 @@ def _series(panel: Axes, series: list[Series]) -> None:
     for one in series:
         ink = colour(LIGHT, one.slot)
         if one.kind == "band":
-            panel.fill_between(one.x, one.low, one.y, color=ink, alpha=0.16, linewidth=0, label=one.name)
+            panel.fill_between(one.x, one.low, one.y, color=ink, alpha=0.16, linewidth=0, label=one.name or None)
         elif one.kind == "area":
             lower = floor or (0.0,) * len(one.x)
             floor = tuple(low + high for low, high in zip(lower, one.y, strict=True))
             hatch = HATCHES[one.slot % len(HATCHES)] * 2
             panel.fill_between(
-                one.x, lower, floor, facecolor=ink, edgecolor=LIGHT.paper, hatch=hatch, linewidth=0.4, label=one.name
+                one.x,
+                lower,
+                floor,
+                facecolor=ink,
+                edgecolor=LIGHT.paper,
+                hatch=hatch,
+                linewidth=0.4,
+                label=one.name or None,
             )
+        elif one.kind == "dots":
+            panel.plot(one.x, one.y, ".", color=ink, markersize=4, alpha=0.45, label=one.name or None, zorder=2)
         elif one.kind == "points":
             shape = MARKERS[one.slot % len(MARKERS)]
             panel.plot(
-                one.x, one.y, shape, color=ink, markersize=7, markeredgecolor=LIGHT.paper, label=one.name, zorder=4
+                one.x,
+                one.y,
+                shape,
+                color=ink,
+                markersize=7,
+                markeredgecolor=LIGHT.paper,
+                label=one.name or None,
+                zorder=4,
             )
         else:
             dash = DASHES[one.slot % len(DASHES)]
-            panel.plot(one.x, one.y, color=ink, linestyle=dash, linewidth=2.2, label=one.name, zorder=3)
+            panel.plot(one.x, one.y, color=ink, linestyle=dash, linewidth=2.2, label=one.name or None, zorder=3)
 
 
-def _mark(panel: Axes, mark: Mark) -> None:
-    dashes = (0, (5, 3)) if mark.role == "budget" else (0, (1, 2))
+def _mark(panel: Axes, mark: Mark, curve: Curve) -> None:
+    line: dict[str, Any] = {"color": LIGHT.ink, "linewidth": 1.4}
+    line["linestyle"] = (0, (5, 3)) if mark.role == "budget" else (0, (1, 2))
     if mark.x is not None and mark.y is not None:
-        star = {"marker": "*", "markersize": 15, "markeredgecolor": LIGHT.paper}
-        ring = {"marker": "o", "markersize": 11, "markerfacecolor": "none", "markeredgewidth": 2.0}
-        look: dict[str, Any] = star if mark.role == "chosen" else ring
-        panel.plot([mark.x], [mark.y], color=LIGHT.ink, linestyle="none", label=mark.text, zorder=5, **look)
+        _point(panel, mark, curve)
     elif mark.y is not None:
-        panel.axhline(mark.y, color=LIGHT.ink, linewidth=1.4, linestyle=dashes)
-        panel.annotate(
-            mark.text, (0.006, mark.y), xycoords=("axes fraction", "data"), xytext=(0, 3), textcoords="offset points",
-            ha="left", va="bottom",
-        )  # fmt: skip
+        right = mark.side == "right"
+        panel.axhline(mark.y, **line)
+        where = (0.994 if right else 0.006, mark.y)
+        _write(panel, mark.text, where, (0, 3), xycoords=("axes fraction", "data"), ha="right" if right else "left")
     elif mark.x is not None:
-        panel.axvline(mark.x, color=LIGHT.ink, linewidth=1.4, linestyle=dashes)
-        panel.annotate(
-            mark.text, (mark.x, 0.98), xycoords=("data", "axes fraction"), xytext=(-3, 0), textcoords="offset points",
-            ha="right", va="top", rotation=90,
-        )  # fmt: skip
+        panel.axvline(mark.x, **line)
+        _write(panel, mark.text, (mark.x, 1.0), (0, 2), xycoords=("data", "axes fraction"), ha="center")
+
+
+def _point(panel: Axes, mark: Mark, curve: Curve) -> None:
+    assert mark.x is not None  # it is a point
+    assert mark.y is not None
+    if mark.role == "words":
+        _write(panel, mark.text, (mark.x, mark.y), (0, 0), ha="center", va="center", fontsize=11, path_effects=[])
+        return
+    star = {"marker": "*", "markersize": 16, "markeredgecolor": LIGHT.paper}
+    ring = {"marker": "o", "markersize": 11, "markerfacecolor": "none", "markeredgewidth": 2.0}
+    look: dict[str, Any] = star if mark.role == "chosen" else ring
+    panel.plot([mark.x], [mark.y], color=LIGHT.ink, linestyle="none", zorder=5, **look)
+    left, up = side_of(curve, mark)
+    shift, sides = (-11 if left else 11, 7 if up else -7), {"ha": "right" if left else "left"}
+    _write(panel, mark.text, (mark.x, mark.y), shift, **sides, va="bottom" if up else "top")
+
+
+def _write(panel: Axes, text: str, where: tuple[float, float], shift: tuple[int, int], **look: Any) -> None:
+    usual: dict[str, Any] = {"va": "bottom", "path_effects": HALO, "zorder": 6, "textcoords": "offset points"}
+    panel.annotate(text, where, xytext=shift, **usual | look)
 
 
 def _words(found: Figure, curve: Curve, panels: list[Axes]) -> None:
+    upright = any(mark.y is None for mark in curve.marks)
     title, answer = textwrap.fill(curve.title, TITLE), textwrap.fill(curve.answer, ANSWER)
-    panels[0].set_title(answer, loc="left", fontsize=9.5, color=LIGHT.soft, pad=8, linespacing=1.35)
+    panels[0].set_title(answer, loc="left", fontsize=9.5, color=LIGHT.soft, pad=20 if upright else 8, linespacing=1.35)
     found.suptitle(title, x=0.01, ha="left", fontsize=14, fontweight="bold", color=LIGHT.ink)
     drawn = [panel.get_legend_handles_labels() for panel in panels]
     handles = [handle for some, _ in drawn for handle in some]
     names = [name for _, some in drawn for name in some]
-    once = dict(zip(names, handles, strict=True))
+    once = {name: handles[names.index(name)] for name in names}
     if len(once) > 1 or curve.marks:
-        found.legend([*once.values()], [*once], loc="outside lower left", ncols=4, frameon=False, fontsize=9.5)
+        found.legend([*once.values()], [*once], loc="outside lower left", ncols=5, frameon=False, fontsize=9.5)

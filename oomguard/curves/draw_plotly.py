@@ -6,11 +6,13 @@ from typing import Any
 
 from plotly import graph_objects as go
 
-from oomguard.curves.look import DARK, DASHES, FONT, HATCHES, LIGHT, MARKERS, Look, colour
+from oomguard.curves.look import DARK, DASHES, FONT, HATCHES, LIGHT, MARKERS, Look, colour, side_of
 from oomguard.curves.value import Axis, Curve, Mark, Series
 
 WIDTH = 68
 """Letters of a line of the title."""
+Words = dict[str, Any]
+"""An annotation, as Plotly takes it."""
 LOWER, UPPER = (0.0, 0.36), (0.46, 1.0)
 """The shares of the height that two panels take."""
 
@@ -35,7 +37,7 @@ def _layout(curve: Curve, look: Look, *, titled: bool) -> dict[str, Any]:
         "font": {"family": FONT, "size": 13, "color": look.ink},
         "hoverlabel": {"bgcolor": look.paper, "bordercolor": look.grid, "font": {"family": FONT, "color": look.ink}},
         "hovermode": "closest",
-        "margin": {"l": 62, "r": 20, "t": _title_height(curve) if titled else 16, "b": 56},
+        "margin": {"l": 62, "r": 20, "t": _title_height(curve) if titled else 26, "b": 56},
         "legend": {"orientation": "h", "x": 0, "y": -0.22, "yanchor": "top", "bgcolor": "rgba(0,0,0,0)"},
         "xaxis": _axis(curve.x, look) | {"anchor": "y2" if two else "y"},
         "yaxis": _axis(curve.y, look) | {"domain": UPPER if two else (0, 1), "anchor": "x"},
@@ -48,8 +50,9 @@ def _layout(curve: Curve, look: Look, *, titled: bool) -> dict[str, Any]:
 
 
 def _title(curve: Curve, look: Look) -> str:
-    lines = "<br>".join(textwrap.wrap(curve.answer, WIDTH + 22))
-    return f"<b>{'<br>'.join(textwrap.wrap(curve.title, WIDTH))}</b><br><span style='font-size:12px;color:{look.soft}'>{lines}</span>"
+    title = "<br>".join(textwrap.wrap(curve.title, WIDTH))
+    answer = "<br>".join(textwrap.wrap(curve.answer, WIDTH + 22))
+    return f"<b>{title}</b><br><span style='font-size:12px;color:{look.soft}'>{answer}</span>"
 
 
 def _title_height(curve: Curve) -> int:
@@ -77,6 +80,7 @@ def _axis(axis: Axis, look: Look) -> dict[str, Any]:
 def _traces(one: Series, curve: Curve, look: Look) -> list[Any]:
     ink = colour(look, one.slot)
     common: dict[str, Any] = {"x": one.x, "name": one.name, "yaxis": "y2" if one.panel else "y"}
+    common |= {"showlegend": _first(one, curve), "legendgroup": one.name}
     if one.words:
         common |= {"text": one.words, "hovertemplate": "%{text}<extra></extra>"}
     if one.kind == "band":
@@ -93,56 +97,73 @@ def _traces(one: Series, curve: Curve, look: Look) -> list[Any]:
         "size": 9,
         "line": {"color": look.paper, "width": 1},
     }
+    if one.kind == "dots":
+        dot = {"symbol": MARKERS[one.slot % len(MARKERS)], "color": ink, "size": 4, "opacity": 0.45}
+        return [go.Scatter(common | {"y": one.y, "mode": "markers", "marker": dot})]
     if one.kind == "points":
         return [go.Scatter(common | {"y": one.y, "mode": "markers", "marker": marker})]
     line = {"color": ink, "width": 2.4, "dash": DASHES[one.slot % len(DASHES)]}
     return [go.Scatter(common | {"y": one.y, "mode": "lines", "line": line})]
 
 
-def _faint(ink: str) -> str:
-    red, green, blue = (int(ink[i : i + 2], 16) for i in (1, 3, 5))
-    return f"rgba({red},{green},{blue},0.16)"
-
-
 def _mark(found: go.Figure, mark: Mark, curve: Curve, look: Look) -> None:
-    panel = "y2" if mark.panel else "y"
+    line = {"color": look.ink, "width": 1.6, "dash": "dash" if mark.role == "budget" else "dot"}
+    panel: Words = {"yref": "y2" if mark.panel else "y"}
+    axis = curve.below if mark.panel and curve.below is not None else curve.y
+    words: Words = {"text": mark.text, "showarrow": False, "bgcolor": _faint(look.paper, 0.7), "borderpad": 1}
     if mark.x is not None and mark.y is not None:
-        _point(found, mark, curve, look)
+        words |= panel | {"x": _place(curve.x, mark.x), "y": _place(axis, mark.y)}
+        if mark.role == "words":
+            words |= {"bgcolor": "rgba(0,0,0,0)", "font": {"size": 14}}
+        else:
+            found.add_trace(_point(mark, look))
+            words |= _beside(curve, mark)
     elif mark.y is not None:
-        line = {"color": look.ink, "width": 1.6, "dash": "dash"}
-        found.add_shape(type="line", xref="x domain", yref=panel, x0=0, x1=1, y0=mark.y, y1=mark.y, line=line)
-        where = _place(curve.below if mark.panel and curve.below else curve.y, mark.y)
-        found.add_annotation(
-            text=mark.text,
-            xref="x domain",
-            yref=panel,
-            x=1,
-            y=where,
-            xanchor="right",
-            yanchor="bottom",
-            showarrow=False,
-        )
+        found.add_shape(type="line", xref="x domain", x0=0, x1=1, y0=mark.y, y1=mark.y, line=line, **panel)
+        end = {"x": 1, "xanchor": "right"} if mark.side == "right" else {"x": 0, "xanchor": "left"}
+        words |= panel | end | {"xref": "x domain", "y": _place(axis, mark.y), "yanchor": "bottom"}
     elif mark.x is not None:
-        line = {"color": look.ink, "width": 1.6, "dash": "dash" if mark.role == "budget" else "dot"}
         found.add_shape(type="line", xref="x", yref="paper", x0=mark.x, x1=mark.x, y0=0, y1=1, line=line)
-        where = _place(curve.x, mark.x)
-        found.add_annotation(
-            text=mark.text, xref="x", yref="paper", x=where, y=1, xanchor="right", yanchor="top", showarrow=False,
-            textangle=-90,
-        )  # fmt: skip
+        words |= {"x": _place(curve.x, mark.x), "y": 1, "yref": "paper", "yanchor": "bottom"}
+    if mark.text:
+        found.add_annotation(words)
 
 
-def _point(found: go.Figure, mark: Mark, curve: Curve, look: Look) -> None:
+def _beside(curve: Curve, mark: Mark) -> Words:
+    left, up = side_of(curve, mark)
+    return {
+        "xanchor": "right" if left else "left",
+        "yanchor": "bottom" if up else "top",
+        "xshift": -9 if left else 9,
+        "yshift": 5 if up else -5,
+    }
+
+
+def _point(mark: Mark, look: Look) -> go.Scatter:
     star = {"symbol": "star", "size": 15, "color": look.ink, "line": {"color": look.paper, "width": 1.2}}
     ring = {"symbol": "circle-open", "size": 13, "color": look.ink, "line": {"width": 2.2}}
-    found.add_trace(
-        go.Scatter(
-            x=[mark.x], y=[mark.y], name=mark.text, mode="markers", marker=star if mark.role == "chosen" else ring,
-            yaxis="y2" if mark.panel else "y", hovertemplate=f"{mark.text}<extra></extra>",
-        )
-    )  # fmt: skip
+    return go.Scatter(
+        x=[mark.x],
+        y=[mark.y],
+        name=mark.text,
+        mode="markers",
+        marker=star if mark.role == "chosen" else ring,
+        yaxis="y2" if mark.panel else "y",
+        hovertemplate=f"{mark.text}<extra></extra>",
+        showlegend=False,
+    )
 
 
 def _place(axis: Axis, value: float) -> float:
     """Where an annotation goes: on logarithmic axes, Plotly counts in powers of ten."""
     return math.log10(value) if axis.log else value
+
+
+def _first(one: Series, curve: Curve) -> bool:
+    """Whether it is the first of its name: what comes again, in another panel or colour, is not in the legend again."""
+    return bool(one.name) and one is next(other for other in curve.series if other.name == one.name)
+
+
+def _faint(ink: str, opacity: float = 0.16) -> str:
+    red, green, blue = (int(ink[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red},{green},{blue},{opacity})"

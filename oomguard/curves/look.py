@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from oomguard.curves.value import Curve, Mark
+
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 """As Plotly names them; by slot."""
 MARKERS = ("circle", "square", "diamond", "triangle-up", "cross")
@@ -47,6 +49,16 @@ DARK = Look(
     soft="#a3adb8",
     grid="#2b323a",
 )
+
+
+def side_of(curve: Curve, mark: Mark) -> tuple[bool, bool]:
+    """Where the words of a point go: to its left rather than its right, above rather than below."""
+    if mark.side is not None:
+        return "left" in mark.side, "above" in mark.side
+    assert mark.x is not None  # it is a point
+    assert mark.y is not None
+    axis = curve.below if mark.panel and curve.below is not None else curve.y
+    return curve.x.share(mark.x) > 0.6, axis.share(mark.y) < 0.8
 
 
 def colour(look: Look, slot: int) -> str:

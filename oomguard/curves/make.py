@@ -2,12 +2,25 @@
 
 from collections.abc import Callable
 
+from oomguard.curves.lengths import longest_sequence, region
 from oomguard.curves.microbatch import microbatch
+from oomguard.curves.segments import segments
+from oomguard.curves.speed import front, throughput
+from oomguard.curves.terms import terms, timeline
 from oomguard.curves.value import Curve
 from oomguard.plan.value import Plan
 from oomguard.tradeoffs.subject import Subject, subject_of
 
-MAKERS: dict[str, Callable[[Subject], Curve]] = {"microbatch": microbatch}
+MAKERS: dict[str, Callable[[Subject], Curve]] = {
+    "front": front,
+    "region": region,
+    "segments": segments,
+    "microbatch": microbatch,
+    "longest": longest_sequence,
+    "throughput": throughput,
+    "terms": terms,
+    "timeline": timeline,
+}
 """Every curve by name, in the order in which they are shown."""
 
 

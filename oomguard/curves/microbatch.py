@@ -1,17 +1,20 @@
 """What a larger microbatch costs: the peak against the microbatch, for each precision."""
 
+import numpy as np
+
 from oomguard.curves import axes
-from oomguard.curves.parts import budget_mark, chosen_mark, measured_peaks, pieces_phrase, sizes
+from oomguard.curves.parts import budget_mark, by_precision, chosen_mark, measured_peaks, pieces_phrase, sizes
 from oomguard.curves.value import Curve, Mark, Series
 from oomguard.tradeoffs.subject import Predicted, Subject
 from oomguard.units import format_bytes
 
+MOST = 1 << 16
+"""Larger microbatches are not looked for."""
+
 
 def microbatch(subject: Subject) -> Curve:
     """The peak against the microbatch, for each precision, with the budget."""
-    found = {
-        name: subject.predict(subject.vary(microbatch=sizes(subject), precision=name)) for name in subject.precisions
-    }
+    found = by_precision(subject, "peak_bytes")
     series: list[Series] = []
     marks: list[Mark] = [budget_mark(subject)]
     for slot, (name, one) in enumerate(found.items()):
@@ -40,34 +43,35 @@ def _lines(name: str, found: Predicted, slot: int) -> list[Series]:
         for size, peak, least in zip(found.candidates.microbatch, found.peak_bytes, found.safe_bytes, strict=True)
     ]
     return [
-        Series(name=f"{name}, margin", kind="band", x=tuple(rows), y=safe, low=peak, slot=slot),
+        Series(name="margin, what it may err by", kind="band", x=tuple(rows), y=safe, low=peak, slot=slot),
         Series(name=name, x=tuple(rows), y=peak, words=tuple(words), slot=slot),
     ]
 
 
-def largest(found: Predicted) -> int | None:
+def largest(subject: Subject, precision: str) -> int | None:
     """The largest microbatch that fits; None if none does."""
-    sizes_that_fit = found.candidates.microbatch[found.fits]
-    return int(sizes_that_fit.max()) if len(sizes_that_fit) else None
+    every = np.arange(1, min(subject.spec.batch, MOST) + 1)
+    found = subject.predict(subject.vary(microbatch=every, precision=precision))
+    return int(every[found.fits].max()) if found.fits.any() else None
 
 
 def _finding(subject: Subject, found: dict[str, Predicted]) -> tuple[str, str]:
     """The title and the answer."""
     budget, batch = format_bytes(subject.budget_bytes), subject.spec.batch
-    best = {name: largest(one) for name, one in found.items()}
+    best = {name: largest(subject, name.split()[0]) for name in found}
     first, size = next(iter(best.items()))
     if size == batch:
         title = f"The whole batch of {batch:,} fits in one pass"
     elif size is None:
         title = "Not even a microbatch of 1 fits" + ("" if subject.candidate.segments > 1 else " in one piece")
     else:
-        title = f"Microbatches up to {size:,} fit"
+        title = f"Microbatches of up to {size:,} fit"
     words = [
-        f"in {name} " + (f"up to {one:,} sequences" if one is not None else "not even one sequence")
+        (f"up to {one:,} sequences" if one is not None else "not even one sequence") + f" in {name}"
         for name, one in best.items()
     ]
     needs = format_bytes(int(found[first].safe_bytes[-1]))
     return title, (
-        f"Of {budget}, a pass can take {' and '.join(words)}. "
-        f"The whole batch of {batch:,} would need {needs} in {first}, margin included."
+        f"Of {budget}, a pass can take {', '.join(words)}. "
+        f"The whole batch of {batch:,} needs {needs} in {first}, margin included."
     )

@@ -2,17 +2,21 @@
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from oomguard.calibrate import same_model
 from oomguard.candidate import Candidate
 from oomguard.curves import axes
-from oomguard.curves.value import Mark, Series
+from oomguard.curves.value import Mark, Series, Side
 from oomguard.plan.phrases import candidate_words
 from oomguard.probe.record import Record
-from oomguard.tradeoffs.subject import Subject
+from oomguard.tradeoffs.subject import Predicted, Subject
 from oomguard.units import format_bytes
 
 MEASURED = 8
-"""The slot of what was measured: black on white."""
+"""The slot of what was measured: one that no line has."""
+ALIKE = 0.01
+"""Lines that differ by no more than this share are drawn as one."""
 
 
 def sizes(subject: Subject) -> list[int]:
@@ -30,10 +34,29 @@ def sizes(subject: Subject) -> list[int]:
     return sorted({one for one in (*doublings, *between, subject.candidate.microbatch, batch) if one <= batch})
 
 
-def budget_mark(subject: Subject, *, upright: bool = False) -> Mark:
+def by_precision(subject: Subject, figure: str) -> dict[str, Predicted]:
+    """What every microbatch needs in each precision; those that come out alike (`fp32 and bf16`) are one."""
+    found: dict[str, Predicted] = {}
+    for name in subject.precisions:
+        one = subject.predict(subject.vary(microbatch=sizes(subject), precision=name))
+        same = next((old for old in found if _close(found[old], one, figure)), None)
+        if same is None:
+            found[name] = one
+        else:
+            found = {f"{old} and {name}" if old == same else old: some for old, some in found.items()}
+    return found
+
+
+def _close(one: Predicted, other: Predicted, figure: str) -> bool:
+    return bool(np.allclose(getattr(one, figure), getattr(other, figure), rtol=ALIKE, atol=0))
+
+
+def budget_mark(subject: Subject, *, upright: bool = False, side: Side | None = None) -> Mark:
     """The budget, as a line."""
     where, text = axes.gib([subject.budget_bytes])[0], f"budget {format_bytes(subject.budget_bytes)}"
-    return Mark(text=text, x=where, role="budget") if upright else Mark(text=text, y=where, role="budget")
+    if upright:
+        return Mark(text=text, x=where, role="budget")
+    return Mark(text=text, y=where, role="budget", side=side)
 
 
 def chosen_mark(subject: Subject, x: float) -> list[Mark]:
@@ -56,7 +79,7 @@ def pieces_phrase(candidate: Candidate) -> str:
 
 def measured_peaks(subject: Subject, knob: str, fixed: Iterable[str]) -> list[Series]:
     """Peaks that were measured at full length, where some knobs are as the candidate has them."""
-    own = [one for one in full_length(subject) if _alike(one.candidate, subject.candidate, fixed)]
+    own = [one for one in full_length(subject) if alike(one.candidate, subject.candidate, fixed)]
     if not own:
         return []
     return [
@@ -85,5 +108,6 @@ def _peak(record: Record) -> int:
     return record.peak_bytes or 0
 
 
-def _alike(one: Candidate, other: Candidate, knobs: Iterable[str]) -> bool:
+def alike(one: Candidate, other: Candidate, knobs: Iterable[str]) -> bool:
+    """Whether some knobs have the same values."""
     return all(getattr(one, name) == getattr(other, name) for name in knobs)

@@ -15,7 +15,7 @@ SUFFIXES = (".png", ".html")
 """What curves are written as."""
 
 
-def save_curves(curves: Sequence[Curve], path: str, heading: str = "Trade-offs") -> Path:
+def save_curves(curves: Sequence[Curve], path: str, heading: str = "Trade-offs", about: str = "") -> Path:
     """Write curves: all of them to one .html page, the first to a .png picture. The file is there whole, or not."""
     target = Path(path)
     suffix = target.suffix.lower()
@@ -25,7 +25,7 @@ def save_curves(curves: Sequence[Curve], path: str, heading: str = "Trade-offs")
             got=f"got {target.name!r}",
             advice="Give the file one of these endings.",
         )
-    content = to_png(curves[0]) if suffix == ".png" else _page(curves, heading).encode()
+    content = to_png(curves[0]) if suffix == ".png" else _page(curves, heading, about).encode()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         replace_content(target, content)
@@ -56,7 +56,7 @@ def to_mimebundle(curve: Curve) -> dict[str, Any]:
     }
 
 
-def _page(curves: Sequence[Curve], heading: str) -> str:
+def _page(curves: Sequence[Curve], heading: str, about: str) -> str:
     from oomguard.curves.page import page
 
-    return page(curves, heading)
+    return page(curves, heading, about)

@@ -1,5 +1,6 @@
 """Curve: what is to be seen, before anybody decides what draws it."""
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,8 +11,9 @@ from oomguard.errors import MisuseError
 if TYPE_CHECKING:  # imported where it is used: a curve does not wait for the library that draws it
     from plotly.graph_objects import Figure
 
-Kind = Literal["line", "points", "band", "area"]
-Role = Literal["budget", "chosen", "note"]
+Kind = Literal["line", "points", "dots", "band", "area"]
+Side = Literal["left", "right", "above left", "above right", "below left", "below right"]
+Role = Literal["budget", "chosen", "note", "words"]
 
 
 class Axis(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,14 +37,23 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True):
         """Label and unit, as it is written along the axis."""
         return f"{self.label} ({self.unit})" if self.unit else self.label
 
+    def share(self, value: float) -> float:
+        """How far along the axis a value is, from 0 to 1.
+
+        >>> Axis(label="Peak", low=1, high=100, log=True).share(10)
+        0.5
+        """
+        low, high, here = (math.log(one) if self.log else one for one in (self.low, self.high, value))
+        return (here - low) / (high - low)
+
 
 class Series(msgspec.Struct, frozen=True, kw_only=True):
     """Figures that belong together. Checked at birth."""
 
     name: str
-    """For the legend."""
+    """For the legend; empty: not in it."""
     kind: Kind = "line"
-    """A line; points; a band between `low` and `y`; an area that stands on the areas before it."""
+    """A line; points; faint dots; a band between `low` and `y`; an area that stands on the areas before it."""
     x: tuple[float, ...]
     """Along the x axis."""
     y: tuple[float, ...]
@@ -77,13 +88,15 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
     y: float | None = None
     """Where along the y axis."""
     role: Role = "note"
-    """The budget, the chosen candidate, or something found."""
+    """The budget, the chosen candidate, something found, or words alone."""
+    side: Side | None = None
+    """Where its words go, if something else is where they would be (a vertical line has them above the panel)."""
     panel: int = 0
     """As that of a series."""
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
-    """One question, and its answer as a picture. A notebook shows it; `figure()` is Plotly's, `save()` writes a file."""
+    """A question, and its answer as a picture. A notebook shows it; `figure()` is Plotly's, `save()` writes a file."""
 
     name: str
     """As `--curve` takes it."""

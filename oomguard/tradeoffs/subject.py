@@ -90,8 +90,10 @@ class Subject:
 
     def vary(self, spec: Spec | None = None, **knobs: Any) -> Candidates:
         """Candidates that differ from the subject's in some knobs; the accumulation follows from the microbatch."""
-        same = {name: getattr(self.candidate, name) for name in KNOBS} | {"accumulation": None}
-        return serve(spec or self.spec, Candidates(**same | {"microbatch": [self.candidate.microbatch]} | knobs))
+        found = {name: getattr(self.candidate, name) for name in KNOBS} | {"accumulation": None} | knobs
+        if not any(isinstance(value, list | np.ndarray) for value in found.values()):
+            found["microbatch"] = [found["microbatch"]]
+        return serve(spec or self.spec, Candidates(**found))
 
     def predict(self, candidates: Candidates, spec: Spec | None = None) -> Predicted:
         """What is expected of candidates of the spec, or of another one."""
