@@ -7,15 +7,26 @@ from html import escape
 from typing import Any
 
 import msgspec
+from plotly.graph_objects import Figure
 
 from oomguard.candidate import make_candidate
 from oomguard.curves.draw_plotly import figure
-from oomguard.curves.make import curves_of
+from oomguard.curves.make import MAKERS
 from oomguard.curves.value import Curve
 from oomguard.plan.phrases import rows_words, times
 from oomguard.plan.value import Plan
 from oomguard.tradeoffs.subject import Subject, subject_of
 
+TURNED = {
+    "front": ("precision",),
+    "segments": ("microbatch", "precision"),
+    "microbatch": ("segments", "precision"),
+    "longest": ("microbatch", "precision"),
+    "throughput": ("segments", "precision"),
+    "terms": ("segments", "microbatch", "precision"),
+    "timeline": ("segments", "microbatch", "precision"),
+}
+"""The knobs that a curve can be drawn for; those that it is drawn over are not among them."""
 SEGMENTS = (1, 4, 16, 64, 256)
 """Other segments that can be chosen."""
 PASSES = (1, 4, 16)
@@ -27,44 +38,46 @@ Path = tuple[str | int, ...]
 
 
 def curves(plan: Plan) -> list[Choices]:
-    """Every curve of a plan, and how it would look with another knob. A knob that changes nothing is no choice."""
-    found: list[Choices] = [{"the plan": one} for one in curves_of(plan)]
-    by_name = {next(iter(one.values())).name: one for one in found}
-    for words, subject in _others(subject_of(plan)):
-        for curve in curves_of(subject):
-            if curve.name in by_name and _drawn(curve) not in map(_drawn, by_name[curve.name].values()):
-                by_name[curve.name][words] = curve
-    return found
+    """Every curve of a plan, and how it would look with one knob turned. What looks the same is no choice."""
+    subject = subject_of(plan)
+    found: dict[str, Choices] = {name: {"the plan": make(subject)} for name, make in MAKERS.items()}
+    for knob, words, other in _others(subject):
+        for name in (name for name, knobs in TURNED.items() if knob in knobs):
+            curve = MAKERS[name](other)
+            if _drawn(curve) not in map(_drawn, found[name].values()):
+                found[name][words] = curve
+    return [*found.values()]
 
 
 def _drawn(curve: Curve) -> tuple[Any, ...]:
     return curve.series, curve.x, curve.y, curve.below
 
 
-def _others(subject: Subject) -> Iterator[tuple[str, Subject]]:
-    """The subject with one knob turned. The plan's own peak belongs to its own knobs, so it is left out."""
+def _others(subject: Subject) -> Iterator[tuple[str, str, Subject]]:
+    """Each knob, what it is turned to, and the subject with it. The plan's own peak is for its own knobs: left out."""
     spec, own = subject.spec, subject.candidate
     for count in SEGMENTS:
         if count <= spec.steps and (count, None) != (own.segments, own.window):
             turned = msgspec.structs.replace(own, segments=count, window=None, levels=1, recompute=True)
-            yield times(count, "segment"), replace(subject, candidate=turned, plan=None)
+            yield "segments", times(count, "segment"), replace(subject, candidate=turned, plan=None)
     for passes in PASSES:
         rows = -(-spec.batch // passes)
         if passes <= spec.batch and rows != own.microbatch:
             fitting = make_candidate(spec, microbatch=rows)
             turned = msgspec.structs.replace(own, microbatch=rows, accumulation=fitting.accumulation)
-            yield f"microbatch {rows_words(turned)}", replace(subject, candidate=turned, plan=None)
+            yield "microbatch", f"microbatch {rows_words(turned)}", replace(subject, candidate=turned, plan=None)
     for precision in subject.precisions if len(subject.precisions) > 1 else ():
         turned = msgspec.structs.replace(own, precision=precision)
-        yield precision, replace(subject, candidate=turned, precisions=(precision,), plan=None)
+        yield "precision", precision, replace(subject, candidate=turned, precisions=(precision,), plan=None)
 
 
 def section(found: list[Choices]) -> list[str]:
     """The curves' places on the page, and what is drawn there as data: the script draws it."""
     places = [line for one in found for line in _place(one)]
-    data = [
+    drawn = [
         [{"title": one.title, "answer": one.answer, **drawing(one)} for one in choices.values()] for choices in found
     ]
+    data = {"template": json.loads(Figure().to_json())["layout"]["template"], "curves": drawn}
     absent = "<noscript><p>Curves are drawn by a script, and scripts are turned off here.</p></noscript>"
     written = f'<script type="application/json" id="drawings">{to_script(data)}</script>'
     title = '<h2 id="curves">Curves</h2>'
@@ -76,7 +89,7 @@ def _place(choices: Choices) -> list[str]:
     options = "".join(f"<option>{escape(words)}</option>" for words in choices)
     menu = f"<label>Drawn for <select>{options}</select></label>" if len(choices) > 1 else ""
     return [
-        f'<figure class="{"curve tall" if first.below is not None else "curve"}">',
+        f'<figure class="{"curve tall" if first.below is not None else "curve"}" data-curve="{escape(first.name)}">',
         f"<h3>{escape(first.title)}</h3>",
         f'<p class="question">{escape(first.question)}</p>',
         f'<p class="reply">{escape(first.answer)}</p>',
@@ -94,7 +107,7 @@ def drawing(curve: Curve) -> dict[str, Any]:
 
 def _plain(curve: Curve, *, dark: bool) -> Any:
     found = json.loads(figure(curve, dark=dark, titled=False).to_json())
-    del found["layout"]["template"]  # everything that it says is said by the figure itself
+    del found["layout"]["template"]  # the same for all of them: once is enough
     found["layout"] |= {"paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)"}
     return found
 

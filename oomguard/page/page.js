@@ -3,11 +3,15 @@ const root = document.documentElement;
 const prefersDark = matchMedia("(prefers-color-scheme: dark)");
 const printing = matchMedia("print");
 const toggle = document.getElementById("theme");
-const drawings = JSON.parse(document.getElementById("drawings").textContent);
-const PAPER_WIDTH = 640;
+const { template, curves } = JSON.parse(document.getElementById("drawings").textContent);
+const ON_PAPER = { width: 660, height: 350 };
+const TALL_ON_PAPER = { width: 660, height: 480 };
+const NARROW = matchMedia("(max-width: 37rem)");
 const SETTINGS = {
   responsive: true,
   displaylogo: false,
+  showSendToCloud: false,
+  plotlyServerURL: "", // nothing leaves the page
   modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
 };
 let onPaper = false;
@@ -27,13 +31,18 @@ function put(figure, path, value) {
 function draw(place, number) {
   const menu = place.querySelector("select");
   const chosen = menu ? menu.selectedIndex : 0;
-  const { title, answer, light, dark } = drawings[number][chosen];
+  const { title, answer, light, dark } = curves[number][chosen];
   const figure = structuredClone(light);
   if (isDark()) for (const [path, value] of dark) put(figure, path, value);
+  figure.layout.template = template;
   figure.layout.uirevision = `${chosen}`;
   figure.layout.modebar = { bgcolor: "rgba(0,0,0,0)" };
   figure.layout.margin.t = 40; // its buttons
-  if (onPaper) figure.layout.width = PAPER_WIDTH;
+  if (NARROW.matches) {
+    Object.assign(figure.layout.margin, { l: 54, r: 8 });
+    figure.layout.font.size = 12;
+  }
+  if (onPaper) Object.assign(figure.layout, place.classList.contains("tall") ? TALL_ON_PAPER : ON_PAPER);
   if (matchMedia("(pointer: coarse)").matches) figure.layout.dragmode = false; // a finger scrolls the page
   place.querySelector("h3").textContent = title;
   place.querySelector(".reply").textContent = answer;
@@ -54,7 +63,7 @@ toggle.addEventListener("click", () => {
   else root.dataset.theme = dark ? "dark" : "light";
   show();
 });
-for (const query of [prefersDark, printing]) query.addEventListener("change", show);
+for (const query of [prefersDark, printing, NARROW]) query.addEventListener("change", show);
 for (const [name, paper] of [["beforeprint", true], ["afterprint", false]]) {
   addEventListener(name, () => {
     onPaper = paper;

@@ -5,10 +5,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import pytest
+from page.kinds import page_of
 from playwright.sync_api import Browser, Page, sync_playwright
-
-from oomguard.page.make import save_page
-from oomguard.plan.value import Plan
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
@@ -22,7 +20,7 @@ class Opened:
     requests: list[str] = field(default_factory=list)
 
 
-Open = Callable[[str, Callable[[], Plan]], Opened]
+Open = Callable[[str], Opened]
 
 
 @pytest.fixture(scope="session")
@@ -38,17 +36,19 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def open_plan(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Open:
-    """Writes the page of a plan and opens it, once for all tests: each leaves a page as it found it."""
+    """Opens the page of a plan by its name, once for all tests: each leaves it as it found it."""
     folder, known = tmp_path_factory.mktemp("pages"), dict[str, Opened]()
 
-    def open_plan(name: str, make: Callable[[], Plan]) -> Opened:
+    def open_plan(name: str) -> Opened:
         if name not in known:
             known[name] = opened = Opened(browser.new_page(viewport={"width": 1280, "height": 800}))
             page = opened.page
             page.on("console", lambda message: opened.errors.append(message.text))
             page.on("pageerror", lambda error: opened.errors.append(str(error)))
             page.on("request", lambda request: opened.requests.append(request.url))
-            page.goto(save_page(make(), folder / f"{name}.html").as_uri())
+            file = folder / f"{name}.html"
+            file.write_text(page_of(name), encoding="utf-8")
+            page.goto(file.as_uri())
         return known[name]
 
     return open_plan

@@ -2,30 +2,24 @@
 
 import re
 from collections.abc import Iterator
-from functools import cache
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
-from page.hostile import ATTACKS, hostile
-from plan.making import EVERY, measured, reckoned
-from plan.searched import searched
+from page.kinds import ATTACKS, MAKERS, page_of, plan_called
 from plotly.offline import get_plotlyjs
 
 import oomguard
 from oomguard.cli import run
 from oomguard.page.curves import curves
-from oomguard.page.make import STYLE, make_page
+from oomguard.page.make import STYLE
 from oomguard.plan.words import explain
 
 Capture = pytest.CaptureFixture[str]
-each_kind = pytest.mark.parametrize("kind", EVERY)
-
-
-@cache
-def page_of(kind: str) -> str:
-    return make_page(hostile() if kind == "hostile" else EVERY[kind]())
+SMALL = plan_called("a processor, nothing measured")
+each_kind = pytest.mark.parametrize("kind", MAKERS)
 
 
 class Reader(HTMLParser):
@@ -52,7 +46,7 @@ class Reader(HTMLParser):
 @each_kind
 def test_a_page_has_every_word_of_the_screen(kind: str) -> None:
     page = Reader(page_of(kind)).text
-    for part in explain(EVERY[kind]())[1:]:
+    for part in explain(plan_called(kind))[1:]:
         rows = () if part.table is None else part.table.rows
         wanted = [part.title, *part.sentences, *part.lines, *(cell for row in rows for cell in row)]
         assert [one for one in wanted if one not in page] == []
@@ -68,7 +62,7 @@ def test_a_page_is_complete_in_itself(kind: str) -> None:
 
 
 def test_the_library_that_draws_is_there_once() -> None:
-    assert page_of("measured").count(get_plotlyjs()) == 1
+    assert page_of("a processor").count(get_plotlyjs()) == 1
 
 
 def test_nothing_but_the_two_scripts_may_run() -> None:
@@ -81,7 +75,7 @@ def test_nothing_but_the_two_scripts_may_run() -> None:
 
 
 def test_a_hostile_plan_adds_no_tag_and_no_attribute() -> None:
-    plain, spoiled = Reader(page_of("lossy")), Reader(page_of("hostile"))
+    plain, spoiled = Reader(page_of("everything")), Reader(page_of("hostile"))
     assert {tag for tag, _ in spoiled.tags} == {tag for tag, _ in plain.tags}
     assert {name for _, one in spoiled.tags for name in one} == {name for _, one in plain.tags for name in one}
     assert all(attack in spoiled.text for attack in ATTACKS)  # what it says is read, as it was written
@@ -127,7 +121,7 @@ def test_words_stand_out_from_what_is_behind_them(name: str, behind: str, theme:
 
 
 def test_a_knob_that_changes_nothing_of_a_curve_is_no_choice() -> None:
-    plan = searched("lstm in 600 MiB")[2]
+    plan = plan_called("a processor")
     for choices in curves(plan):
         drawn = [(one.series, one.x, one.y) for one in choices.values()]
         assert all(one not in drawn[:place] for place, one in enumerate(drawn))
@@ -135,21 +129,23 @@ def test_a_knob_that_changes_nothing_of_a_curve_is_no_choice() -> None:
 
 
 def test_a_page_is_written_from_the_command_line(tmp_path: Path, capsys: Capture) -> None:
-    plan, page = oomguard.save_plan(measured(), tmp_path / "plan.json"), tmp_path / "new" / "report.html"
+    expected = msgspec.structs.replace(SMALL.expected, seconds_per_step=0.5)
+    timed = msgspec.structs.replace(SMALL, expected=expected)
+    plan, page = oomguard.save_plan(timed, tmp_path / "plan.json"), tmp_path / "new" / "report.html"
     assert run(["show", str(plan), "--html", str(page), "--sequences", "64_000"]) == 0
     assert capsys.readouterr() == (f"{page}\n", "")
-    assert "An epoch of 64,000 sequences (2,000 steps)" in page.read_text()
+    assert "An epoch of 64,000 sequences (8,000 steps) takes about 1 h 7 min." in page.read_text()
 
 
 def test_a_page_and_json_can_be_had_at_once(tmp_path: Path, capsys: Capture) -> None:
-    plan, page = oomguard.save_plan(reckoned(), tmp_path / "plan.json"), tmp_path / "report.html"
+    plan, page = oomguard.save_plan(SMALL, tmp_path / "plan.json"), tmp_path / "report.html"
     assert run(["show", str(plan), "--html", str(page), "--json"]) == 0
     assert capsys.readouterr().out == plan.read_text()
     assert page.read_text().startswith("<!doctype html>")
 
 
 def test_a_page_does_not_take_the_place_of_its_plan(tmp_path: Path, capsys: Capture) -> None:
-    plan = oomguard.save_plan(reckoned(), tmp_path / "plan.json")
+    plan = oomguard.save_plan(SMALL, tmp_path / "plan.json")
     before = plan.read_bytes()
     assert run(["show", str(plan), "--html", str(plan)]) == 2
     assert "--html must be another file than the plan" in capsys.readouterr().err
@@ -158,5 +154,5 @@ def test_a_page_does_not_take_the_place_of_its_plan(tmp_path: Path, capsys: Capt
 
 def test_a_page_that_cannot_be_written_is_a_misuse_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(oomguard.MisuseError, match="A page is written to a file of yours"):
-        oomguard.save_page(measured(), tmp_path)
+        oomguard.save_page(SMALL, tmp_path)
     assert [*tmp_path.iterdir()] == []
