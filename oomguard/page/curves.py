@@ -27,9 +27,9 @@ TURNED = {
     "timeline": ("segments", "microbatch", "precision"),
 }
 """The knobs that a curve can be drawn for; those that it is drawn over are not among them."""
-SEGMENTS = (1, 4, 16, 64, 256)
+SEGMENTS = (1, 8, 64)
 """Other segments that can be chosen."""
-PASSES = (1, 4, 16)
+PASSES = (1, 4)
 """Other numbers of passes per step that can be chosen, by their microbatch."""
 
 Choices = dict[str, Curve]
