@@ -13,8 +13,8 @@ from oomguard.curves.value import Axis, Curve, Mark, Series
 
 SIZE_INCHES, DPI = (8.0, 5.4), 160
 """Of a picture: half a page of print."""
-TITLE, ANSWER = 70, 104
-"""Letters of a line of the title, and of the answer."""
+TITLE, ANSWER, LEGEND = 70, 104, 105
+"""Letters of a line of the title, of the answer, and of the legend."""
 DASHES: tuple[Any, ...] = ("-", (0, (6, 3)), (0, (1.5, 2)), (0, (7, 2, 1.5, 2)), (0, (10, 3)))
 MARKERS = ("o", "s", "D", "^", "P")
 """As in look.py, in Matplotlib's words."""
@@ -52,7 +52,7 @@ def _scale(panel: Axes, name: str, axis: Axis) -> None:
     getattr(panel, f"set_{name}lim")(axis.low, axis.high)
     if axis.ticks:
         side.set_major_locator(FixedLocator([where for where, _ in axis.ticks]))
-        side.set_ticklabels([word for _, word in axis.ticks])
+        side.set_ticklabels([word.replace(" ", "\n") for _, word in axis.ticks])
 
 
 def _frame(panel: Axes) -> None:
@@ -69,7 +69,7 @@ def _series(panel: Axes, series: list[Series]) -> None:
     for one in series:
         ink = colour(LIGHT, one.slot)
         if one.kind == "band":
-            panel.fill_between(one.x, one.low, one.y, color=ink, alpha=0.16, linewidth=0, label=one.name or None)
+            panel.fill_between(one.x, one.low, one.y, color=ink, alpha=LIGHT.band, linewidth=0, label=one.name or None)
         elif one.kind == "area":
             lower = floor or (0.0,) * len(one.x)
             floor = tuple(low + high for low, high in zip(lower, one.y, strict=True))
@@ -127,7 +127,10 @@ def _point(panel: Axes, mark: Mark, curve: Curve) -> None:
     star = {"marker": "*", "markersize": 16, "markeredgecolor": LIGHT.paper}
     ring = {"marker": "o", "markersize": 11, "markerfacecolor": "none", "markeredgewidth": 2.0}
     look: dict[str, Any] = star if mark.role == "chosen" else ring
-    panel.plot([mark.x], [mark.y], color=LIGHT.ink, linestyle="none", zorder=5, **look)
+    legend = mark.text if mark.role == "chosen" else None
+    panel.plot([mark.x], [mark.y], color=LIGHT.ink, linestyle="none", zorder=5, label=legend, **look)
+    if legend is not None:
+        return
     left, up = side_of(curve, mark)
     shift, sides = (-11 if left else 11, 7 if up else -7), {"ha": "right" if left else "left"}
     _write(panel, mark.text, (mark.x, mark.y), shift, **sides, va="bottom" if up else "top")
@@ -136,6 +139,11 @@ def _point(panel: Axes, mark: Mark, curve: Curve) -> None:
 def _write(panel: Axes, text: str, where: tuple[float, float], shift: tuple[int, int], **look: Any) -> None:
     usual: dict[str, Any] = {"va": "bottom", "path_effects": HALO, "zorder": 6, "textcoords": "offset points"}
     panel.annotate(text, where, xytext=shift, **usual | look)
+
+
+def _columns(names: list[str]) -> int:
+    """As many entries of the legend as fit beside one another."""
+    return max(1, min(len(names), LEGEND // (6 + max(map(len, names)))))
 
 
 def _words(found: Figure, curve: Curve, panels: list[Axes]) -> None:
@@ -148,4 +156,6 @@ def _words(found: Figure, curve: Curve, panels: list[Axes]) -> None:
     names = [name for _, some in drawn for name in some]
     once = {name: handles[names.index(name)] for name in names}
     if len(once) > 1 or curve.marks:
-        found.legend([*once.values()], [*once], loc="outside lower left", ncols=5, frameon=False, fontsize=9.5)
+        found.legend(
+            [*once.values()], [*once], loc="outside lower left", ncols=_columns([*once]), frameon=False, fontsize=9.5
+        )

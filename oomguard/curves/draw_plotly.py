@@ -62,7 +62,7 @@ def _title_height(curve: Curve) -> int:
 def _axis(axis: Axis, look: Look) -> dict[str, Any]:
     ends = [math.log10(axis.low), math.log10(axis.high)] if axis.log else [axis.low, axis.high]
     found: dict[str, Any] = {
-        "title": {"text": axis.text, "standoff": 8},
+        "title": {"text": axis.text, "standoff": 8, "font": {"size": 13}},
         "type": "log" if axis.log else "linear",
         "range": ends,
         "gridcolor": look.grid,
@@ -73,7 +73,13 @@ def _axis(axis: Axis, look: Look) -> dict[str, Any]:
         "tickcolor": look.grid,
     }
     if axis.ticks:
-        found |= {"tickvals": [where for where, _ in axis.ticks], "ticktext": [word for _, word in axis.ticks]}
+        words = [word.replace(" ", "<br>") for _, word in axis.ticks]
+        found |= {
+            "tickvals": [where for where, _ in axis.ticks],
+            "ticktext": words,
+            "tickangle": 0,
+            "ticklabeloverflow": "allow",
+        }
     return found
 
 
@@ -86,7 +92,7 @@ def _traces(one: Series, curve: Curve, look: Look) -> list[Any]:
     if one.kind == "band":
         edge = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}
         lower = go.Scatter(common | edge | {"y": one.low, "showlegend": False})
-        return [lower, go.Scatter(common | edge | {"y": one.y, "fill": "tonexty", "fillcolor": _faint(ink)})]
+        return [lower, go.Scatter(common | edge | {"y": one.y, "fill": "tonexty", "fillcolor": _faint(ink, look.band)})]
     if one.kind == "area":
         filled = {"stackgroup": "all", "line": {"width": 0.8, "color": ink}, "fillcolor": ink, "mode": "lines"}
         pattern = {"shape": HATCHES[one.slot % len(HATCHES)], "fgcolor": look.paper, "fgopacity": 0.35, "size": 6}
@@ -118,6 +124,7 @@ def _mark(found: go.Figure, mark: Mark, curve: Curve, look: Look) -> None:
         else:
             found.add_trace(_point(mark, look))
             words |= _beside(curve, mark)
+            words["text"] = "" if mark.role == "chosen" else mark.text  # that is in the legend
     elif mark.y is not None:
         found.add_shape(type="line", xref="x domain", x0=0, x1=1, y0=mark.y, y1=mark.y, line=line, **panel)
         end = {"x": 1, "xanchor": "right"} if mark.side == "right" else {"x": 0, "xanchor": "left"}
@@ -125,7 +132,7 @@ def _mark(found: go.Figure, mark: Mark, curve: Curve, look: Look) -> None:
     elif mark.x is not None:
         found.add_shape(type="line", xref="x", yref="paper", x0=mark.x, x1=mark.x, y0=0, y1=1, line=line)
         words |= {"x": _place(curve.x, mark.x), "y": 1, "yref": "paper", "yanchor": "bottom"}
-    if mark.text:
+    if words["text"]:
         found.add_annotation(words)
 
 
@@ -150,7 +157,7 @@ def _point(mark: Mark, look: Look) -> go.Scatter:
         marker=star if mark.role == "chosen" else ring,
         yaxis="y2" if mark.panel else "y",
         hovertemplate=f"{mark.text}<extra></extra>",
-        showlegend=False,
+        showlegend=mark.role == "chosen",
     )
 
 
@@ -164,6 +171,6 @@ def _first(one: Series, curve: Curve) -> bool:
     return bool(one.name) and one is next(other for other in curve.series if other.name == one.name)
 
 
-def _faint(ink: str, opacity: float = 0.16) -> str:
+def _faint(ink: str, opacity: float) -> str:
     red, green, blue = (int(ink[i : i + 2], 16) for i in (1, 3, 5))
     return f"rgba({red},{green},{blue},{opacity})"

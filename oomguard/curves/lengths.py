@@ -3,9 +3,9 @@
 import numpy as np
 
 from oomguard.curves import axes
-from oomguard.curves.parts import budget_mark, sizes
+from oomguard.curves.parts import budget_mark
 from oomguard.curves.reach import Way, in_one_piece, in_segments, longest
-from oomguard.curves.value import Curve, Mark, Series, Side
+from oomguard.curves.value import Curve, Mark, Series
 from oomguard.errors import MisuseError
 from oomguard.tradeoffs.subject import Subject, with_seq
 from oomguard.units import format_bytes
@@ -14,6 +14,8 @@ WAYS: dict[str, Way] = {"in one piece": in_one_piece, "in segments": in_segments
 """How sequences can be gone through, in words."""
 LENGTHS = 28
 """Lengths that are looked at."""
+WIDTHS = 10
+"""Microbatches that are looked at."""
 FEWEST = 8
 """Steps of the shortest sequences that are looked at."""
 
@@ -28,9 +30,8 @@ def longest_sequence(subject: Subject) -> Curve:
     series = [_line(subject, name, rows, lengths.tolist(), slot) for slot, name in enumerate(WAYS)]
     marks = [budget_mark(subject, upright=True)]
     budget = axes.gib([subject.budget_bytes])[0]
-    sides: dict[str, Side] = {"in one piece": "below right", "in segments": "above left"}
     marks += [
-        Mark(text=f"{name}: {about(end)} steps", x=budget, y=float(end), side=sides[name])
+        Mark(text=f"{name}: {about(end)} steps", x=budget, y=float(end), side="below right")
         for name, end in ends.items()
         if end
     ]
@@ -43,7 +44,7 @@ def longest_sequence(subject: Subject) -> Curve:
         question="How long can sequences be?",
         answer=answer,
         x=axes.logarithmic("Memory budget", "GiB", [min(*needed, budget), _farthest(subject, series, budget)]),
-        y=axes.logarithmic("Longest sequence that fits", "time steps", [float(lengths[0]), float(lengths[-1])]),
+        y=axes.logarithmic("Longest sequence", "time steps", [float(lengths[0]), float(lengths[-1])]),
         series=tuple(series),
         marks=tuple(marks),
     )
@@ -96,7 +97,7 @@ def about(steps: int) -> str:
 
 def region(subject: Subject) -> Curve:
     """What fits, as a map over microbatch and sequence length."""
-    rows = sizes(subject)
+    rows = _few(subject.microbatches)
     borders = {name: [longest(subject, way, one) for one in rows] for name, way in WAYS.items()}
     asked = subject.spec.steps
     least = max(1, min(asked, *(one for some in borders.values() for one in some if one)) // 3)
@@ -135,6 +136,12 @@ def region(subject: Subject) -> Curve:
         series=tuple(bands),
         marks=(*filter(None, words), mark),
     )
+
+
+def _few(rows: list[int]) -> list[int]:
+    """Enough of them for a border, the first and the last among them."""
+    wanted = np.geomspace(rows[0], rows[-1], WIDTHS)
+    return sorted({min(rows, key=lambda one: abs(one - float(size))) for size in wanted})
 
 
 def _inside(band: Series) -> Mark | None:

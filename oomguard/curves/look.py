@@ -27,6 +27,8 @@ class Look:
     """Words of less weight."""
     grid: str
     """The lines behind the figures."""
+    band: float
+    """How opaque a band is."""
 
 
 LIGHT = Look(
@@ -38,6 +40,7 @@ LIGHT = Look(
     ink="#1b1f24",
     soft="#59636e",
     grid="#e3e6ea",
+    band=0.16,
 )
 DARK = Look(
     colours=(
@@ -48,6 +51,7 @@ DARK = Look(
     ink="#e8ebef",
     soft="#a3adb8",
     grid="#2b323a",
+    band=0.28,
 )
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from oomguard.curves import axes
-from oomguard.curves.parts import budget_mark, by_precision, chosen_mark, measured_peaks, pieces_phrase, sizes
+from oomguard.curves.parts import budget_mark, by_precision, chosen_mark, measured_peaks, pieces_phrase
 from oomguard.curves.value import Curve, Mark, Series
 from oomguard.tradeoffs.subject import Predicted, Subject
 from oomguard.units import format_bytes
@@ -28,7 +28,7 @@ def microbatch(subject: Subject) -> Curve:
         title=title,
         question=f"What does a larger microbatch cost{pieces_phrase(subject.candidate)}?",
         answer=answer,
-        x=axes.logarithmic("Microbatch", "sequences per pass", sizes(subject), base=2),
+        x=axes.logarithmic("Microbatch", "sequences per pass", subject.microbatches, base=2),
         y=axes.memory("Peak memory", peaks, axes.gib([subject.budget_bytes])[0]),
         series=tuple(series),
         marks=tuple(marks),

@@ -19,26 +19,11 @@ ALIKE = 0.01
 """Lines that differ by no more than this share are drawn as one."""
 
 
-def sizes(subject: Subject) -> list[int]:
-    """Microbatches to look at: doublings, one between two of them, the candidate's, and the batch.
-
-    >>> from oomguard.estimate.place import CPU
-    >>> from oomguard.spec import Spec
-    >>> spec = Spec(cell="gru", seq=100, batch=10)
-    >>> sizes(Subject(spec=spec, place=CPU, budget_bytes=1 << 30, candidate=Candidate(microbatch=5, accumulation=2)))
-    [1, 2, 3, 4, 5, 6, 8, 10]
-    """
-    batch = subject.spec.batch
-    doublings = [1 << power for power in range(batch.bit_length())]
-    between = [3 * one // 2 for one in doublings if one > 1]
-    return sorted({one for one in (*doublings, *between, subject.candidate.microbatch, batch) if one <= batch})
-
-
 def by_precision(subject: Subject, figure: str) -> dict[str, Predicted]:
     """What every microbatch needs in each precision; those that come out alike (`fp32 and bf16`) are one."""
     found: dict[str, Predicted] = {}
     for name in subject.precisions:
-        one = subject.predict(subject.vary(microbatch=sizes(subject), precision=name))
+        one = subject.predict(subject.vary(microbatch=subject.microbatches, precision=name))
         same = next((old for old in found if _close(found[old], one, figure)), None)
         if same is None:
             found[name] = one

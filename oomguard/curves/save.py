@@ -9,7 +9,7 @@ from typing import Any
 
 from oomguard.curves.value import Curve
 from oomguard.errors import MisuseError
-from oomguard.files import replace_content
+from oomguard.tradeoffs.save import write_file
 
 SUFFIXES = (".png", ".html")
 """What curves are written as."""
@@ -26,16 +26,7 @@ def save_curves(curves: Sequence[Curve], path: str, heading: str = "Trade-offs",
             advice="Give the file one of these endings.",
         )
     content = to_png(curves[0]) if suffix == ".png" else _page(curves, heading, about).encode()
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        replace_content(target, content)
-    except OSError as error:
-        raise MisuseError(
-            rule="Curves are written to a file of yours",
-            got=f"{target} cannot be written ({error.strerror})",
-            advice="Give another path.",
-        ) from None
-    return target
+    return write_file(target, content)
 
 
 def to_png(curve: Curve) -> bytes:

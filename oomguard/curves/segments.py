@@ -6,8 +6,8 @@ import numpy as np
 
 from oomguard.curves import axes
 from oomguard.curves.parts import budget_mark, chosen_mark, measured_peaks
-from oomguard.curves.value import Axis, Curve, Mark, Series
-from oomguard.search.space import LEVELS_FROM, segment_counts
+from oomguard.curves.value import Axis, Curve, Mark, Series, Side
+from oomguard.search.space import LEVELS_FROM
 from oomguard.tradeoffs.subject import Predicted, Subject
 from oomguard.units import format_bytes
 
@@ -47,8 +47,7 @@ def knee_of(found: Predicted) -> Knee:
 
 def sweep(subject: Subject, levels: int = 1) -> Predicted:
     """All numbers of segments that are worth a look, from 1 on; with more levels, from where those are worth it."""
-    counts = [1, *segment_counts(subject.spec.steps)] if subject.spec.steps > 1 else [1]
-    counts = [one for one in counts if one >= LEVELS_FROM[levels]]
+    counts = [one for one in subject.segments if one >= LEVELS_FROM[levels]]
     return subject.predict(subject.vary(segments=counts, levels=levels, recompute=True, window=None))
 
 
@@ -62,10 +61,12 @@ def segments(subject: Subject) -> Curve:
     knee = knee_of(found[1])
     series = [one for levels, some in found.items() for one in _lines(subject, levels, some, plain_seconds)]
     series += measured_peaks(subject, "segments", fixed=("microbatch", "precision"))
+    peaks = [y for one in series if not one.panel for y in one.y]
+    memory = axes.memory("Peak", peaks, axes.gib([subject.budget_bytes])[0])
     at_knee = knee.slower * (plain_seconds if subject.calibrated else 1)
     marks = [
         budget_mark(subject, side="right"),
-        Mark(text=f"knee: {knee.segments:,} segments", x=knee.segments, y=axes.gib([knee.peak_bytes])[0]),
+        _knee_mark(knee, memory),
         Mark(text="", x=knee.segments, y=at_knee, panel=1),
         *(chosen_mark(subject, subject.candidate.segments) if subject.candidate.window is None else []),
     ]
@@ -76,13 +77,18 @@ def segments(subject: Subject) -> Curve:
         question="What do segments save, and what do they cost?",
         answer=answer,
         x=axes.logarithmic("Segments", "", [1, most], base=2),
-        y=axes.memory(
-            "Peak", [y for one in series if not one.panel for y in one.y], axes.gib([subject.budget_bytes])[0]
-        ),
+        y=memory,
         below=_time_axis(subject, [y for one in series if one.panel for y in one.y]),
         series=tuple(series),
         marks=tuple(marks),
     )
+
+
+def _knee_mark(knee: Knee, axis: Axis) -> Mark:
+    """Below the line and left of it nothing else is, unless it is at the bottom."""
+    y = axes.gib([knee.peak_bytes])[0]
+    side: Side = "below left" if axis.share(y) > 0.18 and knee.segments > 8 else "above right"
+    return Mark(text=f"knee: {knee.segments:,} segments", x=knee.segments, y=y, side=side)
 
 
 def _time_axis(subject: Subject, values: list[float]) -> Axis:

@@ -5,11 +5,10 @@ import itertools
 import numpy as np
 
 from oomguard.curves import axes
-from oomguard.curves.parts import MEASURED, alike, budget_mark, by_precision, full_length, ran, sizes
+from oomguard.curves.parts import MEASURED, alike, budget_mark, by_precision, full_length, ran
 from oomguard.curves.value import Curve, Mark, Series, Side
 from oomguard.plan.phrases import candidate_words, figure, pieces_words, rows_words
 from oomguard.probe.record import Record
-from oomguard.search.space import segment_counts
 from oomguard.tradeoffs.front import front_rows
 from oomguard.tradeoffs.subject import Predicted, Subject
 from oomguard.units import format_bytes
@@ -35,7 +34,7 @@ def throughput(subject: Subject) -> Curve:
         title=title,
         question="How much faster is a larger microbatch?",
         answer=_throughput_answer(subject, own, near),
-        x=axes.logarithmic("Microbatch", "sequences per pass", sizes(subject), base=2),
+        x=axes.logarithmic("Microbatch", "sequences per pass", subject.microbatches, base=2),
         y=axes.linear("Throughput", _unit(subject), [y for one in series if one.kind != "band" for y in one.y]),
         series=tuple(series),
         marks=_speed_marks(subject, own, near),
@@ -99,10 +98,15 @@ def _near(found: Predicted) -> int:
 def _speed_marks(subject: Subject, found: Predicted, near: int) -> tuple[Mark, ...]:
     speeds = dict(zip(found.candidates.microbatch.tolist(), found.tokens_per_second.tolist(), strict=True))
     marks = [Mark(text=f"{NEAR:.0%} of the highest speed", x=float(near), y=float(speeds[near]), side="above left")]
-    if subject.plan is not None and subject.plan.seconds_per_step is not None:
-        speed = subject.spec.steps * subject.spec.batch / subject.plan.seconds_per_step
-        marks.append(Mark(text="the plan", x=float(subject.candidate.microbatch), y=speed, role="chosen"))
-    return tuple(marks)
+    return (*marks, *_plan_mark(subject, float(subject.candidate.microbatch)))
+
+
+def _plan_mark(subject: Subject, x: float) -> list[Mark]:
+    """The plan with its speed, if there is a plan and it has one."""
+    if subject.plan is None or subject.plan.seconds_per_step is None:
+        return []
+    speed = subject.spec.steps * subject.spec.batch / subject.plan.seconds_per_step
+    return [Mark(text="the plan", x=x, y=speed, role="chosen")]
 
 
 def _throughput_answer(subject: Subject, found: Predicted, near: int) -> str:
@@ -133,10 +137,8 @@ def front(subject: Subject) -> Curve:
     marks = [budget_mark(subject, upright=True)]
     sides: tuple[Side, Side] = ("below right", "above right")
     marks += [_named_point(found, row, side) for row, side in zip(_notable(found, rows), sides, strict=False)]
-    if subject.plan is not None and subject.plan.seconds_per_step is not None:
-        speed = subject.spec.steps * subject.spec.batch / subject.plan.seconds_per_step
-        where = axes.gib([subject.plan.peak_bytes])[0]
-        marks.append(Mark(text="the plan", x=where, y=speed, role="chosen"))
+    if subject.plan is not None:  # which is about the fastest
+        marks = [*marks[:2], *_plan_mark(subject, axes.gib([subject.plan.peak_bytes])[0])]
     title, answer = _front_finding(subject, found, rows)
     budget = axes.gib([subject.budget_bytes])[0]
     return Curve(
@@ -161,17 +163,13 @@ def _notable(found: Predicted, rows: "np.typing.NDArray[np.intp]") -> list[int]:
 
 
 def _named_point(found: Predicted, row: int, side: Side) -> Mark:
-    knobs = found.candidates[row]
-    pieces = f", {pieces_words(knobs)} segments" if knobs.segments > 1 else ""
-    text = f"{rows_words(knobs)}{pieces}" + ("" if knobs.precision == "fp32" else f", {knobs.precision}")
     x, y = axes.gib([found.peak_bytes[row]])[0], float(found.tokens_per_second[row])
-    return Mark(text=text, x=x, y=y, side=side)
+    return Mark(text=_named(found, row), x=x, y=y, side=side)
 
 
 def _everything(subject: Subject) -> Predicted:
     """Microbatches, segments and precisions, with the candidate's other knobs."""
-    counts = [1, *segment_counts(subject.spec.steps)] if subject.spec.steps > 1 else [1]
-    product = [*itertools.product(subject.precisions, counts, sizes(subject))]
+    product = [*itertools.product(subject.precisions, subject.segments, subject.microbatches)]
     names, segments, rows = zip(*product, strict=True)
     candidates = subject.vary(
         precision=[*names], segments=[*segments], microbatch=[*rows], levels=1, recompute=True, window=None
@@ -202,8 +200,10 @@ def _front_line(found: Predicted, rows: "np.typing.NDArray[np.intp]") -> Series:
 
 
 def _named(found: Predicted, row: int) -> str:
-    """A candidate in words that no line breaks in the middle of a product."""
-    return candidate_words(found.candidates[row]).replace(" × ", "\u00a0×\u00a0")
+    """What distinguishes a candidate from the others, in words that no line breaks in the middle of a product."""
+    knobs = found.candidates[row]
+    pieces = f", {pieces_words(knobs)} segments" if knobs.segments > 1 else ""
+    return f"{rows_words(knobs)}{pieces}, {knobs.precision}".replace(" × ", "\u00a0×\u00a0")
 
 
 def _said(found: Predicted, row: int) -> str:
@@ -223,10 +223,11 @@ def _front_finding(subject: Subject, found: Predicted, rows: "np.typing.NDArray[
     tail = "" if subject.calibrated else " (speeds are guesses: nothing has been measured)"
     if not others:
         return f"The fastest that fits takes {least}", (
-            f"Within {budget} that is {_named(found, fastest)}; less memory means more than "
+            f"Within {budget} that is a microbatch of {_named(found, fastest)}; less memory means more than "
             f"{1 - NEAR:.0%} less speed{tail}."
         )
     most = format_bytes(int(found.peak_bytes[fastest]))
     return f"{share:.0%} of the speed takes {least} instead of {most}", (
-        f"Within {budget} the fastest is {_named(found, fastest)}; nearly as fast is {_named(found, thrifty)}{tail}."
+        f"Within {budget} the fastest is a microbatch of {_named(found, fastest)}; nearly as fast is one of "
+        f"{_named(found, thrifty)}{tail}."
     )

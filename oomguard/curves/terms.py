@@ -111,8 +111,8 @@ def timeline(subject: Subject) -> Curve:
             *([budget_mark(subject)] if close else []),
             *(
                 [
-                    Mark(text=f"{pieces:,} times", x=repeated[0] - 0.5),
-                    Mark(text="", x=repeated[1] + 0.5),
+                    Mark(text=f"{pieces:,} times from here", x=repeated[0] - 0.5),
+                    Mark(text="to here", x=repeated[1] + 0.5),
                 ]
                 if repeated is not None
                 else []
@@ -123,7 +123,7 @@ def timeline(subject: Subject) -> Curve:
 
 
 def _short(name: str) -> str:
-    return name.removeprefix("backward of ").removeprefix("the ").replace("forward of all segments", "states")
+    return name.removeprefix("backward of ").removeprefix("the ").replace("forward of all segments", "all segments")
 
 
 def moments_in_order(subject: Subject) -> tuple[dict[str, dict[str, int]], tuple[int, int] | None]:

@@ -82,7 +82,7 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
     """Something to be seen beside the figures: a horizontal line (only `y`), a vertical one (only `x`), or a point."""
 
     text: str
-    """What is written beside it."""
+    """What is written beside it; of the chosen candidate, in the legend."""
     x: float | None = None
     """Where along the x axis."""
     y: float | None = None

@@ -13,6 +13,7 @@ from oomguard.estimate.breakdown import Estimate
 from oomguard.estimate.place import Place
 from oomguard.plan.value import Plan
 from oomguard.probe.record import Record
+from oomguard.search.space import segment_counts
 from oomguard.spec import Spec
 
 SHAPE = ("microbatch", "accumulation", "segments", "recompute", "levels", "window")
@@ -77,11 +78,35 @@ class Subject:
     """What was measured of such models on this device."""
     plan: Plan | None = None
     """The plan that it is about, if it is about one."""
+    over: dict[str, list[Any]] = field(default_factory=dict)
+    """Values of knobs to look at, by name; of a knob that is not there, those that are worth a look."""
     calibration: Calibration = field(init=False, repr=False, compare=False)
     """What the records correct."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "calibration", Calibration(self.spec, self.records, self.place))
+
+    @property
+    def microbatches(self) -> list[int]:
+        """Those to look at: doublings, one between two of them, the candidate's, and the batch.
+
+        >>> from oomguard.estimate.place import CPU
+        >>> spec, knobs = Spec(cell="gru", seq=100, batch=10), Candidate(microbatch=5, accumulation=2)
+        >>> Subject(spec=spec, place=CPU, budget_bytes=1 << 30, candidate=knobs).microbatches
+        [1, 2, 3, 4, 5, 6, 8, 10]
+        """
+        batch = self.spec.batch
+        doublings = [1 << power for power in range(batch.bit_length())]
+        usual = [*doublings, *(3 * one // 2 for one in doublings if one > 1), batch]
+        sizes = {*self.over.get("microbatch", usual), self.candidate.microbatch}
+        return sorted(one for one in sizes if one <= batch)
+
+    @property
+    def segments(self) -> list[int]:
+        """Those to look at, from 1 on."""
+        steps = self.spec.steps
+        counts = {*self.over.get("segments", segment_counts(steps)), 1, self.candidate.segments}
+        return sorted(one for one in counts if one <= steps)
 
     @property
     def calibrated(self) -> bool:
