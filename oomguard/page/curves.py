@@ -88,13 +88,14 @@ def _place(choices: Choices) -> list[str]:
     first = next(iter(choices.values()))
     options = "".join(f"<option>{escape(words)}</option>" for words in choices)
     menu = f"<label>Drawn for <select>{options}</select></label>" if len(choices) > 1 else ""
+    kind, question = "curve tall" if first.below is not None else "curve", escape(first.question)
     return [
-        f'<figure class="{"curve tall" if first.below is not None else "curve"}" data-curve="{escape(first.name)}">',
+        f'<figure class="{kind}" data-curve="{escape(first.name)}" aria-label="{question}">',
         f"<h3>{escape(first.title)}</h3>",
-        f'<p class="question">{escape(first.question)}</p>',
+        f'<p class="question">{question}</p>',
         f'<p class="reply">{escape(first.answer)}</p>',
         menu,
-        f'<div class="plot" role="img" aria-label="{escape(first.question)}"></div>',
+        f'<div class="plot" role="img" aria-label="{question}"></div>',
         "</figure>",
     ]
 

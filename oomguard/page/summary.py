@@ -30,9 +30,16 @@ def summary(plan: Plan, sequences: int | None = None) -> list[str]:
 
 
 def _answer(plan: Plan) -> str:
-    spare = format_bytes(plan.budget_bytes - plan.peak_bytes)
-    fits = "It fits" if plan.confirmed else "It is expected to fit"
-    return f'<p class="answer"><strong>{fits}</strong>, with {escape(spare)} to spare.</p>'
+    """What was measured may fill the budget; what is expected must leave room for its margin."""
+    spare_bytes = plan.budget_bytes - plan.peak_bytes
+    if plan.confirmed:
+        said, rest = "It fits", f"with {format_bytes(spare_bytes)} to spare"
+    elif spare_bytes >= plan.expected.margin_bytes:
+        spare = format_bytes(spare_bytes - plan.expected.margin_bytes)
+        said, rest = "It is expected to fit", f"with {spare} to spare beside the margin"
+    else:
+        said, rest = "It is not sure to fit", "since the margin reaches over the budget"
+    return f'<p class="answer"><strong>{said}</strong>, {escape(rest)}.</p>'
 
 
 def _bars(plan: Plan) -> list[str]:
