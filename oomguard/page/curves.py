@@ -74,9 +74,7 @@ def _others(subject: Subject) -> Iterator[tuple[str, str, Subject]]:
 def section(found: list[Choices]) -> list[str]:
     """The curves' places on the page, and what is drawn there as data: the script draws it."""
     places = [line for one in found for line in _place(one)]
-    drawn = [
-        [{"title": one.title, "answer": one.answer, **drawing(one)} for one in choices.values()] for choices in found
-    ]
+    drawn = [[{"words": _words(one), **drawing(one)} for one in choices.values()] for choices in found]
     data = {"template": json.loads(Figure().to_json())["layout"]["template"], "curves": drawn}
     absent = "<noscript><p>Curves are drawn by a script, and scripts are turned off here.</p></noscript>"
     written = f'<script type="application/json" id="drawings">{to_script(data)}</script>'
@@ -84,10 +82,15 @@ def section(found: list[Choices]) -> list[str]:
     return ['<section aria-labelledby="curves">', title, "<div>", absent, *places, "</div>", written, "</section>"]
 
 
+def _words(curve: Curve) -> dict[str, str]:
+    """What is said of a curve, by the part of its place that says it."""
+    return {"h3": curve.title, ".question": curve.question, ".reply": curve.answer}
+
+
 def _place(choices: Choices) -> list[str]:
     first = next(iter(choices.values()))
     options = "".join(f"<option>{escape(words)}</option>" for words in choices)
-    menu = f"<label>Drawn for <select>{options}</select></label>" if len(choices) > 1 else ""
+    menu = f"<label>Drawn for <select autocomplete="off">{options}</select></label>" if len(choices) > 1 else ""
     kind, question = "curve tall" if first.below is not None else "curve", escape(first.question)
     return [
         f'<figure class="{kind}" data-curve="{escape(first.name)}" aria-label="{question}">',

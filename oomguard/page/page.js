@@ -6,7 +6,7 @@ const toggle = document.getElementById("theme");
 const { template, curves } = JSON.parse(document.getElementById("drawings").textContent);
 const ON_PAPER = { width: 660, height: 350 };
 const TALL_ON_PAPER = { width: 660, height: 480 };
-const NARROW = matchMedia("(max-width: 37rem)");
+const narrow = matchMedia("(max-width: 37rem)");
 const SETTINGS = {
   responsive: true,
   displaylogo: false,
@@ -31,21 +31,21 @@ function put(figure, path, value) {
 function draw(place, number) {
   const menu = place.querySelector("select");
   const chosen = menu ? menu.selectedIndex : 0;
-  const { title, answer, light, dark } = curves[number][chosen];
+  const { words, light, dark } = curves[number][chosen];
   const figure = structuredClone(light);
   if (isDark()) for (const [path, value] of dark) put(figure, path, value);
   figure.layout.template = template;
   figure.layout.uirevision = `${chosen}`;
-  figure.layout.modebar = { bgcolor: "rgba(0,0,0,0)" };
+  const soft = getComputedStyle(place.querySelector(".question")).color;
+  figure.layout.modebar = { bgcolor: "rgba(0,0,0,0)", color: soft, activecolor: soft };
   figure.layout.margin.t = 40; // its buttons
-  if (NARROW.matches) {
+  if (narrow.matches) {
     Object.assign(figure.layout.margin, { l: 54, r: 8 });
     figure.layout.font.size = 12;
   }
   if (onPaper) Object.assign(figure.layout, place.classList.contains("tall") ? TALL_ON_PAPER : ON_PAPER);
   if (matchMedia("(pointer: coarse)").matches) figure.layout.dragmode = false; // a finger scrolls the page
-  place.querySelector("h3").textContent = title;
-  place.querySelector(".reply").textContent = answer;
+  for (const [part, text] of Object.entries(words)) place.querySelector(part).textContent = text;
   Plotly.react(place.querySelector(".plot"), figure.data, figure.layout, SETTINGS);
 }
 
@@ -63,11 +63,14 @@ toggle.addEventListener("click", () => {
   else root.dataset.theme = dark ? "dark" : "light";
   show();
 });
-for (const query of [prefersDark, printing, NARROW]) query.addEventListener("change", show);
-for (const [name, paper] of [["beforeprint", true], ["afterprint", false]]) {
-  addEventListener(name, () => {
-    onPaper = paper;
-    show();
-  });
-}
+for (const query of [prefersDark, printing, narrow]) query.addEventListener("change", show);
+addEventListener("beforeprint", () => {
+  onPaper = true;
+  show();
+});
+addEventListener("afterprint", () => {
+  onPaper = false;
+  show();
+  document.querySelectorAll(".plot").forEach((plot) => Plotly.Plots.resize(plot)); // as wide as the screen again
+});
 show();

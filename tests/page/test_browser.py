@@ -130,12 +130,13 @@ def test_dragging_zooms_and_a_double_click_goes_back(page: Page) -> None:
 
 def test_choosing_a_knob_draws_another_curve(page: Page) -> None:
     curve = page.locator(CURVE)
-    before, said = page.evaluate(HEIGHTS), curve.locator(".reply").inner_text()
+    before, said = page.evaluate(HEIGHTS), curve.locator("h3, p").all_inner_texts()
     curve.locator("select").select_option("1 segment")
     assert page.evaluate(HEIGHTS) != before
-    assert curve.locator(".reply").inner_text() != said
+    assert "16 segments" in said[1]
+    assert "16 segments" not in " ".join(curve.locator("h3, p").all_inner_texts())
     curve.locator("select").select_option("the plan")
-    assert (page.evaluate(HEIGHTS), curve.locator(".reply").inner_text()) == (before, said)
+    assert (page.evaluate(HEIGHTS), curve.locator("h3, p").all_inner_texts()) == (before, said)
 
 
 def test_the_button_switches_the_theme_of_page_and_curves(page: Page) -> None:
@@ -166,6 +167,19 @@ def test_on_paper_the_page_is_light(dark_page: Page) -> None:
     dark_page.wait_for_function(f"() => ({WORDS})() !== '{PALE}'")
     assert not dark_page.locator("nav").is_visible()
     assert not dark_page.locator("#theme").is_visible()
+
+
+def test_a_curve_is_drawn_for_paper_and_then_again_for_the_screen(dark_page: Page) -> None:
+    width = dark_page.evaluate(f"{PLOT}._fullLayout.width")
+    for event, wanted, colour in (("beforeprint", 660, False), ("afterprint", width, True)):
+        dark_page.evaluate(f"() => {{ dispatchEvent(new Event('{event}')); }}")
+        dark_page.wait_for_function(f"() => {PLOT}._fullLayout.width === {wanted}")
+        assert (dark_page.evaluate(WORDS) == PALE) == colour
+
+
+def test_no_button_sends_a_curve_away(page: Page) -> None:
+    titles = [one.get_attribute("data-title") for one in page.locator(f"{CURVE} .modebar-btn").all()]
+    assert titles == ["Download plot as a PNG", "Zoom", "Pan", "Zoom in", "Zoom out", "Reset axes"]
 
 
 @each_kind
