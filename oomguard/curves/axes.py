@@ -55,7 +55,11 @@ def logarithmic(label: str, unit: str, values: Iterable[float], *, base: int = 1
 
 
 def memory(label: str, values: Iterable[float], budget: float) -> Axis:
-    """GiB, with the budget in sight: logarithmic if what is drawn is far from it."""
+    """GiB, with the budget in sight: logarithmic if what is drawn is far from it.
+
+    >>> memory("Peak", [1, 7], 6).log, memory("Peak", [1, 7], 80).log
+    (False, True)
+    """
     some = [one for one in values if one > 0]
     if max(some) * FAR < budget or max(some) > FAR * budget:
         return logarithmic(label, "GiB", [*some, budget], pad=1.25)
