@@ -90,7 +90,7 @@ def _words(curve: Curve) -> dict[str, str]:
 def _place(choices: Choices) -> list[str]:
     first = next(iter(choices.values()))
     options = "".join(f"<option>{escape(words)}</option>" for words in choices)
-    menu = f"<label>Drawn for <select autocomplete="off">{options}</select></label>" if len(choices) > 1 else ""
+    menu = f'<label>Drawn for <select autocomplete="off">{options}</select></label>' if len(choices) > 1 else ""
     kind, question = "curve tall" if first.below is not None else "curve", escape(first.question)
     return [
         f'<figure class="{kind}" data-curve="{escape(first.name)}" aria-label="{question}">',

@@ -30,15 +30,11 @@ CHECKED = {"candidate", "exact", "spec"}
 """Values whose texts are checked when a plan is read."""
 
 
-def everything() -> Plan:
-    """For a card, with buckets, a front, and a lossy knob."""
-    half = lossy()
-    return msgspec.structs.replace(bucketed(), front=fronted().front, bought=half.bought, candidate=half.candidate)
-
-
 def hostile() -> Plan:
-    """The same from somebody who means no good, as it would be read from a file."""
-    return msgspec.json.decode(json.dumps(_spoil(everything().to_dict(), "", iter(ATTACKS * 100))), type=Plan)
+    """With buckets, a front and a lossy knob, from somebody who means no good, as it would be read from a file."""
+    half = lossy()
+    plan = msgspec.structs.replace(bucketed(), front=fronted().front, bought=half.bought, candidate=half.candidate)
+    return msgspec.json.decode(json.dumps(_spoil(plan.to_dict(), "", iter(ATTACKS * 100))), type=Plan)
 
 
 def _spoil(value: Any, name: str, attacks: Any) -> Any:
@@ -57,7 +53,6 @@ MAKERS: dict[str, Callable[[], Plan]] = {
     "a processor": lambda: searched("lstm in 600 MiB")[2],
     "a processor, nothing measured": plan_of,
     "a card, nothing measured": reckoned,
-    "everything": everything,
     "hostile": hostile,
 }
 

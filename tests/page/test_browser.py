@@ -9,7 +9,7 @@ from playwright.sync_api import Page
 
 from oomguard.units import format_seconds, parse_bytes
 
-each_kind = pytest.mark.parametrize("kind", [one for one in MAKERS if one != "everything"])  # hostile has all that too
+each_kind = pytest.mark.parametrize("kind", MAKERS)
 CURVE = "[data-curve=microbatch]"
 PIXEL = """([name, place]) => {
   const plot = document.querySelector("[data-curve=microbatch] .plot"), box = plot.getBoundingClientRect();

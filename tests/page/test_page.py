@@ -75,7 +75,7 @@ def test_nothing_but_the_two_scripts_may_run() -> None:
 
 
 def test_a_hostile_plan_adds_no_tag_and_no_attribute() -> None:
-    plain, spoiled = Reader(page_of("everything")), Reader(page_of("hostile"))
+    plain, spoiled = Reader(page_of("a processor")), Reader(page_of("hostile"))
     assert {tag for tag, _ in spoiled.tags} == {tag for tag, _ in plain.tags}
     assert {name for _, one in spoiled.tags for name in one} == {name for _, one in plain.tags for name in one}
     assert all(attack in spoiled.text for attack in ATTACKS)  # what it says is read, as it was written
