@@ -44,7 +44,7 @@ def _spoil(value: Any, name: str, attacks: Any) -> Any:
         return {key + next(attacks): size for key, size in value.items()}
     if isinstance(value, dict):
         return {key: one if key in CHECKED else _spoil(one, key, attacks) for key, one in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_spoil(one, name, attacks) for one in value]
     return next(attacks) if name in FREE and (isinstance(value, str) or value is None) else value
 
