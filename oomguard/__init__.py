@@ -32,6 +32,7 @@ __all__ = [
     "load_plan",
     "predict",
     "probe",
+    "save_page",
     "save_plan",
     "tradeoffs",
     "train",
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from oomguard.candidate import Candidate
     from oomguard.errors import GuardError, MisuseError, OomguardError
     from oomguard.estimate.breakdown import Estimate
+    from oomguard.page.make import save_page
     from oomguard.plan.shortfall import NothingFitsError
     from oomguard.plan.store import load_plan, save_plan
     from oomguard.plan.value import Plan
@@ -71,6 +73,7 @@ else:
         "load_plan": "oomguard.plan.store",
         "predict": "oomguard.api",
         "probe": "oomguard.api",
+        "save_page": "oomguard.page.make",
         "save_plan": "oomguard.plan.store",
         "tradeoffs": "oomguard.api",
         "train": "oomguard.api",

@@ -20,6 +20,7 @@ from oomguard.flags import (
     DATA,
     FIXED,
     HERE,
+    HTML,
     JSON,
     LEDGER,
     OUTPUT,
@@ -40,6 +41,7 @@ from oomguard.flags import (
     with_flags,
 )
 from oomguard.typed import (
+    check_other,
     check_output,
     read,
     read_budget,
@@ -242,13 +244,19 @@ def _tradeoffs(*, output: str | None = None, json: bool = False, **values: Any) 
 
 
 @app.command("show", cls=Command, help=SHOW_HELP)
-@with_flags(PLAN, Output=[SEQUENCES, JSON])
-def _show(*, plan: str, json: bool = False, **values: Any) -> Answer:
+@with_flags(PLAN, Output=[SEQUENCES, HTML, JSON])
+def _show(*, plan: str, html: str | None = None, json: bool = False, **values: Any) -> Answer:
     from oomguard.plan.store import load_plan
     from oomguard.report.plan import plan_json, show_plan
 
     sequences = read_number("sequences", values["sequences"]) if "sequences" in values else None
     found = load_plan(plan)
+    if html is not None:
+        from oomguard.page.make import save_page
+
+        check_other("html", html, plan)
+        path = save_page(found, html, sequences)
+        return Answer(plan_json(found) if json else f"{path}\n")
     return Answer(plan_json(found) if json else _screen(lambda console: show_plan(found, sequences, console)))
 
 

@@ -162,6 +162,7 @@ TABLE_OUTPUT = [
 ]
 OUTPUT = Flag("output", "FILE", "Where the plan is written (plan.json).")
 SEQUENCES = Flag("sequences", "N", "Of an epoch (as the plan's histogram of lengths has them).")
+HTML = Flag("html", "FILE", "Write one page about it, with curves, that needs no other file.")
 TIMEOUT = Flag("timeout", "SECONDS", "Give up after so long, such as 90s or 5min (10min).")
 LEDGER = Flag("ledger", "DIR", "Add the record to the ledger in that directory.")
 JSON = Flag("json", "", "One JSON document on stdout.")

@@ -159,6 +159,16 @@ def check_output(text: str) -> None:
         ) from None
 
 
+def check_other(name: str, text: str, source: str) -> None:
+    """Raise if what is written would take the place of what it is made of."""
+    if os.path.exists(text) and os.path.samefile(text, source):
+        raise MisuseError(
+            rule=f"{flag(name)} must be another file than the plan",
+            got=f"got {shown(text)}",
+            advice=f"Write it as {flag(name)} report.html.",
+        )
+
+
 def _values(flags: list[Flag], values: dict[str, Any]) -> dict[str, Any]:
     """What was given of these flags, by field."""
     found: dict[str, Any] = {}

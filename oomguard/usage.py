@@ -62,7 +62,7 @@ SHOW_HELP = """Explain a plan: what was chosen and why, what it rests on, what t
 [bold]Examples[/bold]
 
 - oomguard show plan.json
-- oomguard show plan.json --sequences 50000
+- oomguard show plan.json --html report.html --sequences 50000
 - oomguard show plan.json --json"""
 
 TRAIN_HELP = """Execute a plan on data. If memory gets tight, the guard falls back a rung and loses nothing by it.

@@ -26,7 +26,7 @@ ORDER = [
         "calibrate",
     ),
     *("advice", "search", "plan", "tradeoffs", "curves"),
-    *("data", "metrics", "guard", "checkpoint", "train", "report", "api"),
+    *("data", "metrics", "guard", "checkpoint", "train", "report", "page", "api"),
     *("flags", "typed", "usage", "cli"),
 ]
 """Files and folders of the package, from the top; inside a folder, files may import one another."""

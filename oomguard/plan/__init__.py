@@ -2,5 +2,6 @@
 
 value.py says what a plan is, make.py makes one of what a search found, ladder.py its fallbacks, shortfall.py what to
 say if nothing fits, store.py writes, reads and checks the file. words.py says all that in sections of sentences and
-tables (section.py, phrases.py, tables.py), which report/ prints and html.py makes a page of.
+tables (section.py, phrases.py, tables.py, epoch.py), which report/ prints, html.py makes HTML of for a notebook, and
+page/ a page.
 """

@@ -14,6 +14,10 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
     """The cells."""
     align: str
     """For each column, `l` (words) or `r` (figures)."""
+    sums: int = 0
+    """So many of the last rows are no rows like the others: sums of them, and what these are compared with."""
+    caption: str = ""
+    """What the rows are: for a page, and for who has it read out. On a screen the section's title is enough."""
 
     def __post_init__(self) -> None:
         widths = {len(self.header), len(self.align), *map(len, self.rows)}

@@ -27,7 +27,7 @@ def _shared(rows: Rows, chosen: Candidate | None) -> dict[str, str]:
     return common(candidates) if len(candidates) > 1 else {}
 
 
-def _table(rows: Rows, before: Columns, after: Columns, chosen: Candidate | None = None) -> Table:
+def _table(caption: str, rows: Rows, before: Columns, after: Columns, chosen: Candidate | None = None) -> Table:
     """Columns around those that tell candidates apart: microbatch, segments, and other knobs where they differ."""
     candidates, shared = [one.candidate for one in rows], _shared(rows, chosen)
     rest = [_short(text for name, text in setting_words(one).items() if name not in shared) for one in candidates]
@@ -37,6 +37,7 @@ def _table(rows: Rows, before: Columns, after: Columns, chosen: Candidate | None
         header=tuple(name for name, _ in columns),
         rows=tuple(zip(*(cells for _, cells in columns), strict=True)),
         align="".join("l" if name in ("segments", "other knobs", "verdict") else "r" for name, _ in columns),
+        caption=caption,
     )
 
 
@@ -60,6 +61,7 @@ def terms(plan: Plan) -> Table:
     names = sorted({*plain.terms, *ours.terms}, key=lambda name: -plain.terms.get(name, 0))
     sizes = [(name, plain.terms.get(name, 0), ours.terms.get(name, 0)) for name in names]
     rows = [(name, format_bytes(theirs), format_bytes(own)) for name, theirs, own in sizes if theirs or own]
+    summands = len(rows)
     rows.append(("estimate", format_bytes(plain.total_bytes), format_bytes(ours.total_bytes)))
     for label, key in (("expected", "peak_bytes"), ("margin", "margin_bytes")):
         pair = (getattr(one.expected, key) for one in (plan.plain, plan))
@@ -69,7 +71,9 @@ def terms(plan: Plan) -> Table:
     rows.append(("budget", format_bytes(plan.budget_bytes), format_bytes(plan.budget_bytes)))
     if ours.host_bytes or plain.host_bytes:
         rows.append(("of the host", format_bytes(plain.host_bytes), format_bytes(ours.host_bytes)))
-    return Table(header=("term", "plain PyTorch", "this plan"), rows=tuple(rows), align="lrr")
+    caption = "The terms of the estimate, and what became of it"
+    header, sums = ("term", "plain PyTorch", "this plan"), len(rows) - summands
+    return Table(header=header, rows=tuple(rows), align="lrr", sums=sums, caption=caption)
 
 
 def records(plan: Plan) -> Table:
@@ -79,7 +83,8 @@ def records(plan: Plan) -> Table:
     speeds = [NONE if one.tokens_per_second is None else figure(one.tokens_per_second) for one in found]
     verdicts = [one.verdict.name + (" *" if one == plan.record else "") for one in found]
     before = [("T", [f"{one.spec.steps:,}" for one in found])]
-    return _table(found, before, [("peak", peaks), ("tokens/s", speeds), ("verdict", verdicts)], plan.candidate)
+    after = [("peak", peaks), ("tokens/s", speeds), ("verdict", verdicts)]
+    return _table("All that was run, the first first", found, before, after, plan.candidate)
 
 
 def buckets(plan: Plan) -> Table:
@@ -89,7 +94,7 @@ def buckets(plan: Plan) -> Table:
         ("T up to", [f"{one.longest:,}" for one in found]),
         ("sequences", [f"{one.sequences:,}" for one in found]),
     ]
-    return _table(found, before, _sizes([one.expected for one in found]), plan.candidate)
+    return _table("How each bucket is run", found, before, _sizes([one.expected for one in found]), plan.candidate)
 
 
 def front(plan: Plan) -> Table:
@@ -99,14 +104,15 @@ def front(plan: Plan) -> Table:
     timed = [one.expected.seconds_per_step is not None for one in found]
     if any(timed):  # otherwise speeds are nobody's measurements
         sizes += [("tokens/s", [figure(one.tokens_per_second) for one in found])]
-    return _table(found, [("T", [f"{one.seq:,}" for one in found])], sizes)
+    return _table("The points of the front", found, [("T", [f"{one.seq:,}" for one in found])], sizes)
 
 
 def fallbacks(plan: Plan) -> Table:
     """The ladder."""
     found = plan.fallbacks
     before = [("rung", [f"{place}" for place in range(1, len(found) + 1)])]
-    return _table(found, before, _sizes([one.expected for one in found]), plan.candidate)
+    caption = "The ladder of fallbacks"
+    return _table(caption, found, before, _sizes([one.expected for one in found]), plan.candidate)
 
 
 def environment(found: Environment) -> Table:
@@ -121,7 +127,8 @@ def environment(found: Environment) -> Table:
     for limit in found.limits:
         sizes = f"{format_bytes(limit.reach_bytes)} of {format_bytes(limit.limit_bytes)}"
         rows.append((limit.name, f"{sizes} ({limit.source})"))
-    return Table(header=("", ""), rows=tuple(rows), align="ll")
+    caption = "Where the plan was made, and what limited memory there"
+    return Table(header=("", ""), rows=tuple(rows), align="ll", caption=caption)
 
 
 def ways(shortfall: Shortfall) -> Table:
@@ -135,4 +142,5 @@ def ways(shortfall: Shortfall) -> Table:
         )
         for way in shortfall.ways
     ]
-    return Table(header=("change", "would need", "fits", "allowed"), rows=tuple(rows), align="lrll")
+    header = ("change", "would need", "fits", "allowed")
+    return Table(header=header, rows=tuple(rows), align="lrll", caption="What would lower the least that is needed")

@@ -6,6 +6,7 @@
 import shlex
 
 from oomguard.plan import tables
+from oomguard.plan.epoch import Epoch, epoch_of
 from oomguard.plan.phrases import candidate_words, peak_words, spec_words, speed_words, times
 from oomguard.plan.section import Section
 from oomguard.plan.shortfall import Shortfall
@@ -23,8 +24,6 @@ ENDED = {
 """Why a search ended."""
 AIMS = {"throughput": "fastest", "microbatch": "largest microbatch", "seq": "longest sequences"}
 """What is looked for."""
-USUAL_SEQUENCES = 1000
-"""What an epoch is reckoned for if nobody says how many sequences there are."""
 
 
 def explain(plan: Plan, sequences: int | None = None) -> list[Section]:
@@ -38,8 +37,7 @@ def explain(plan: Plan, sequences: int | None = None) -> list[Section]:
     ]
     sections += [_lengths(plan)] if plan.buckets else []
     sections += [_front(plan)] if plan.front else []
-    sections.append(_fallbacks(plan))
-    sections += [_exports(plan)] if plan.exports else []
+    sections += [_fallbacks(plan), _start(plan)]
     return [*sections, Section(title="Environment", table=tables.environment(plan.environment))]
 
 
@@ -51,18 +49,18 @@ def summarize(plan: Plan) -> list[Section]:
 def _result(plan: Plan) -> Section:
     spec = plan.spec
     what = f"{spec_words(spec)}, T = {spec.steps:,}, batch {spec.batch:,} on {plan.where.device}"
-    peak = f"Peak {format_bytes(plan.peak_bytes)} of {format_bytes(plan.budget_bytes)} ({_how(plan)})"
+    peak = f"Peak {format_bytes(plan.peak_bytes)} of {format_bytes(plan.budget_bytes)} ({known_words(plan)})"
     return Section(
         title=f"Plan for {what}",
         sentences=(
             f"{_upper(candidate_words(plan.candidate))}.",
             ", ".join([peak, *_speed(plan)]) + ".",
-            _plain(plan),
+            plain_words(plan),
         ),
     )
 
 
-def _how(plan: Plan) -> str:
+def known_words(plan: Plan) -> str:
     """How the peak is known."""
     record = plan.record
     if plan.confirmed and record is not None:
@@ -82,7 +80,7 @@ def _speed(plan: Plan) -> list[str]:
     return [f"{about}{format_seconds(seconds)} a step", speed_words(throughput, "sequences")]
 
 
-def _plain(plan: Plan) -> str:
+def plain_words(plan: Plan) -> str:
     """What PyTorch would need by itself, and whether it would have fitted."""
     expected = plan.plain.expected
     words = f"Plain PyTorch would need {format_bytes(expected.peak_bytes)}"
@@ -98,9 +96,9 @@ def _plain(plan: Plan) -> str:
 
 def _why(plan: Plan) -> Section:
     first, *others = plan.maximize
-    also = f", with a front to the {' and the '.join(AIMS[one] for one in others)}" if others else ""
+    also = f", with a front to the {' and the '.join(AIMS.get(one, one) for one in others)}" if others else ""
     allowed = ", ".join(plan.allow) or "none"
-    said = [f"Looked for: the {AIMS[first]} that fits{also}. Lossy knobs that were allowed: {allowed}."]
+    said = [f"Looked for: the {AIMS.get(first, first)} that fits{also}. Lossy knobs that were allowed: {allowed}."]
     if plan.asked_budget_bytes is not None and plan.asked_budget_bytes > plan.budget_bytes:
         said.append(
             f"Of the {format_bytes(plan.asked_budget_bytes)} of the budget only {format_bytes(plan.budget_bytes)} "
@@ -146,12 +144,20 @@ def _bought(one: Bought, *, given: bool) -> str:
 
 
 def _evidence(plan: Plan) -> Section:
-    said = _basis(plan)
+    said = (*_basis(plan), *_calibrated(plan))
     if not plan.records:
         return Section(title="Evidence", sentences=said)
     star = ("The star is at the chosen candidate.",) if plan.record is not None and len(plan.records) > 1 else ()
     shared = tables.in_all(plan.records, plan.candidate)
     return Section(title="Evidence", sentences=(*said, *star, *shared), table=tables.records(plan))
+
+
+def _calibrated(plan: Plan) -> tuple[str, ...]:
+    """By how much the records corrected the estimate."""
+    ratio = plan.calibration.ratio
+    if ratio == 1:
+        return ()
+    return (f"Calibration multiplies the estimate, without its runtime, by {ratio:.3f}.",)
 
 
 def _basis(plan: Plan) -> tuple[str, ...]:
@@ -183,28 +189,20 @@ def _basis(plan: Plan) -> tuple[str, ...]:
 
 
 def _time(plan: Plan, sequences: int | None) -> Section:
-    seconds, throughput = plan.seconds_per_step, plan.throughput
-    if seconds is None or throughput is None:
+    seconds, throughput, epoch = plan.seconds_per_step, plan.throughput, epoch_of(plan, sequences)
+    if seconds is None or throughput is None or epoch is None:
         return Section(title="Time", sentences=("Nothing was run on such a device: no time is known.",))
     about = "takes" if plan.confirmed else "takes about"
     step = f"A step of {times(plan.spec.batch, 'sequence')} {about} {format_seconds(seconds)}"
     tokens = plan.record.tokens_per_second if plan.record is not None else None
     more = [speed_words(throughput, "sequences"), *([] if tokens is None else [speed_words(tokens, "tokens")])]
-    return Section(title="Time", sentences=(f"{step}: {', '.join(more)}.", _epoch(plan, seconds, sequences)))
+    return Section(title="Time", sentences=(f"{step}: {', '.join(more)}.", _epoch(epoch)))
 
 
-def _epoch(plan: Plan, seconds_per_step: float, sequences: int | None) -> str:
-    """An epoch; with buckets, each sequence takes the time of its bucket."""
-    batch, known = plan.spec.batch, sum((plan.spec.lengths or {}).values())
-    each = seconds_per_step / batch
-    if plan.buckets and all(one.expected.seconds_per_step is not None for one in plan.buckets):
-        all_sequences = sum(one.sequences for one in plan.buckets)
-        each = sum(one.sequences * (one.expected.seconds_per_step or 0.0) for one in plan.buckets)
-        each /= batch * all_sequences
-    count = sequences or known or USUAL_SEQUENCES
-    what = f"An epoch of {times(count, 'sequence')}" if sequences or known else f"{count:,} sequences"
-    verb = "takes" if sequences or known else "take"
-    return f"{what} ({times(-(-count // batch), 'step')}) {verb} about {format_seconds(each * count)}."
+def _epoch(epoch: Epoch) -> str:
+    what = f"An epoch of {times(epoch.sequences, 'sequence')}" if epoch.known else f"{epoch.sequences:,} sequences"
+    verb = "takes" if epoch.known else "take"
+    return f"{what} ({times(epoch.steps, 'step')}) {verb} about {format_seconds(epoch.seconds)}."
 
 
 def _lengths(plan: Plan) -> Section:
@@ -231,12 +229,13 @@ def _fallbacks(plan: Plan) -> Section:
     return Section(title="Fallbacks", sentences=(said,), table=tables.fallbacks(plan))
 
 
-def _exports(plan: Plan) -> Section:
-    return Section(
-        title="Start",
-        sentences=("The training process is started with these settings of the allocator:",),
-        lines=tuple(f"export {name}={shlex.quote(value)}" for name, value in plan.exports.items()),
-    )
+def _start(plan: Plan) -> Section:
+    """The command last: it needs no variables, as it sets them itself, but a loop of one's own does."""
+    said = ["This trains by the plan in plan.json, on the data in FILE."]
+    if plan.exports:
+        said.append("The variables set the allocator: a loop of your own needs them, oomguard train sets them itself.")
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in plan.exports.items()]
+    return Section(title="Start", sentences=tuple(said), lines=(*lines, "oomguard train plan.json --data FILE"))
 
 
 def explain_shortfall(shortfall: Shortfall, spec: Spec, device: str) -> list[Section]:

@@ -203,7 +203,22 @@ def test_a_plan_without_fallbacks_says_so() -> None:
 
 def test_exports_are_lines_for_the_shell() -> None:
     start = titled(EVERY["exports"](), "Start")
-    assert start.lines == ("export PYTORCH_ALLOC_CONF=expandable_segments:True", "export MALLOC_ODD_='a b'")
+    exports = ("export PYTORCH_ALLOC_CONF=expandable_segments:True", "export MALLOC_ODD_='a b'")
+    assert start.lines == (*exports, "oomguard train plan.json --data FILE")
+
+
+def test_the_command_that_trains_is_said() -> None:
+    assert titled(measured(exports={}), "Start").lines == ("oomguard train plan.json --data FILE",)
+
+
+def test_what_calibration_did_is_said() -> None:
+    assert "multiplies the estimate, without its runtime, by 0.900." in text([titled(measured(), "Evidence")])
+    assert "Calibration" not in text(explain(reckoned()))
+
+
+@every_plan
+def test_every_table_says_what_its_rows_are(kind: str) -> None:
+    assert all(one.table.caption for one in explain(EVERY[kind]()) if one.table is not None)
 
 
 SHORT = Shortfall(
