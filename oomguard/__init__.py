@@ -25,6 +25,7 @@ __all__ = [
     "Spec",
     "Verdict",
     "__version__",
+    "curves",
     "estimate",
     "find_feasible_config",
     "guard",
@@ -32,11 +33,12 @@ __all__ = [
     "predict",
     "probe",
     "save_plan",
+    "tradeoffs",
     "train",
 ]
 
 if TYPE_CHECKING:
-    from oomguard.api import estimate, find_feasible_config, guard, predict, probe, train
+    from oomguard.api import curves, estimate, find_feasible_config, guard, predict, probe, tradeoffs, train
     from oomguard.candidate import Candidate
     from oomguard.errors import GuardError, MisuseError, OomguardError
     from oomguard.estimate.breakdown import Estimate
@@ -62,6 +64,7 @@ else:
         "Runner": "oomguard.probe.runner",
         "Spec": "oomguard.spec",
         "Verdict": "oomguard.probe.verdict",
+        "curves": "oomguard.api",
         "estimate": "oomguard.api",
         "find_feasible_config": "oomguard.api",
         "guard": "oomguard.api",
@@ -69,12 +72,13 @@ else:
         "predict": "oomguard.api",
         "probe": "oomguard.api",
         "save_plan": "oomguard.plan.store",
+        "tradeoffs": "oomguard.api",
         "train": "oomguard.api",
     }
 
     # `oomguard.estimate` is the function, yet a subpackage has that name too, and Python would bind the name to the
     # subpackage at its first import, whenever that is. So its first import is here, where the name is given back.
-    for name in ("estimate", "guard", "probe", "train"):
+    for name in ("curves", "estimate", "guard", "probe", "tradeoffs", "train"):
         import_module(f"oomguard.{name}")
         del globals()[name]
 

@@ -25,9 +25,14 @@ from oomguard.spec import Spec
 from oomguard.units import MAX_BYTES, format_bytes, parse_bytes
 
 if TYPE_CHECKING:  # imported where it is used: an estimate does not wait for the search
+    from pandas import DataFrame
+
+    from oomguard.curves.value import Curve
     from oomguard.guard.guard import Guard
     from oomguard.plan.value import Plan
     from oomguard.search.run import Progress
+    from oomguard.tradeoffs.subject import Subject
+    from oomguard.tradeoffs.values import Over
     from oomguard.train.job import Result, Told
 
 
@@ -135,6 +140,59 @@ def find_feasible_config(
     return find_plan(question, find_place(question.devices[0]), find_budget(question.devices[0]), progress)
 
 
+def tradeoffs(
+    spec: Spec | None = None,
+    *,
+    over: dict[str, Any] | None = None,
+    device: str | None = None,
+    budget: int | str | None = None,
+    measured: Any = None,
+    **fields: Any,
+) -> "DataFrame":
+    """What each setting costs in memory and brings in speed: a DataFrame with one row per candidate.
+
+    `over` says what varies, knobs and fields of the spec: `{"microbatch": range(1, 65), "seq": "1000..8000*2"}`
+    (without it: microbatch, segments and precision). Fields and knobs that are to be fixed may be given by name.
+    `measured` is a plan, its file, a ledger's directory or records: they fill the columns of what was measured and
+    calibrate the others; of a plan, its spec, device, budget and other knobs are taken too. A row's `total_bytes` is
+    the sum of its terms, by arithmetic; `peak_bytes` is the same, calibrated if anything was measured.
+
+    >>> table = tradeoffs(cell="lstm", seq=1000, over={"microbatch": [8, 32], "segments": [1, 10]}, budget="1GiB")
+    >>> table[["microbatch", "segments", "fits"]].values.tolist()
+    [[8, 1, True], [8, 10, True], [32, 1, False], [32, 10, True]]
+    """
+    from oomguard.tradeoffs.table import make_table
+
+    return make_table(*find_subject(spec, over=over, device=device, budget=budget, measured=measured, **fields))
+
+
+def curves(
+    about: "Plan | Spec | None" = None,
+    *,
+    over: dict[str, Any] | None = None,
+    device: str | None = None,
+    budget: int | str | None = None,
+    measured: Any = None,
+    **fields: Any,
+) -> "list[Curve]":
+    """Curves of a plan, or of a model as `tradeoffs` takes it: each a question and its answer as a picture.
+
+    A notebook shows a curve; `.figure()` is one of Plotly's, `.save("front.png")` writes it.
+
+    >>> [one.name for one in curves(cell="gru", seq=100, device="t4", hidden=8, layers=1)][:3]
+    ['front', 'region', 'segments']
+    """
+    from oomguard.curves.make import curves_of
+    from oomguard.plan.value import Plan
+    from oomguard.tradeoffs.make import look_at
+
+    if isinstance(about, Plan):
+        about, measured = None, about
+    return curves_of(
+        look_at(*find_subject(about, over=over, device=device, budget=budget, measured=measured, **fields))
+    )
+
+
 def guard(plan: "Plan", *, device: str | None = None, events: str | None = None) -> "Guard":
     """What keeps a loop of your own within memory: `with oomguard.guard(plan) as guard`. See `Guard` for an example.
 
@@ -229,6 +287,38 @@ def _words(text: str | Sequence[str]) -> tuple[str, ...]:
     """`throughput,seq` as its words."""
     words = text.split(",") if isinstance(text, str) else text
     return tuple(str(word).strip() for word in words if str(word).strip())
+
+
+def find_subject(
+    spec: Spec | None = None,
+    *,
+    over: dict[str, Any] | None = None,
+    device: str | None = None,
+    budget: int | str | None = None,
+    measured: Any = None,
+    **fields: Any,
+) -> "tuple[Subject, Over]":
+    """What `tradeoffs` and `curves` are about, and what varies."""
+    from oomguard.tradeoffs.make import check_apart, make_subject, usual_over
+    from oomguard.tradeoffs.measured import read_measured
+    from oomguard.tradeoffs.values import fields_for, read_over
+
+    evidence, varied = read_measured(measured), {} if over is None else read_over(over)
+    given = {name: value for name, value in fields.items() if name not in KNOBS}
+    fixed = {name: value for name, value in fields.items() if name in KNOBS and value is not None}
+    if evidence.plan is not None and spec is None and not given:
+        spec = evidence.plan.spec
+    spec = _spec(spec, given if spec else given | fields_for(varied, given))
+    budget_bytes = parse_bytes(budget) if isinstance(budget, str) else budget
+    check_whole("budget", budget_bytes, 1, MAX_BYTES)
+    if device is None and evidence.plan is not None:
+        place, limit_bytes = evidence.plan.where.place, evidence.plan.budget_bytes
+    else:
+        place, limit_bytes = find_place(device or "cpu"), find_budget(device or "cpu").limit_bytes
+    subject = make_subject(spec, place, budget_bytes or limit_bytes, evidence, fixed)
+    varied = varied if over is not None else usual_over(subject, fixed)
+    check_apart(varied, fixed)
+    return subject, varied
 
 
 def find_place(device: str) -> Place:

@@ -29,6 +29,8 @@ from oomguard.flags import (
     SEARCH,
     SEQUENCES,
     SPEC,
+    TABLE,
+    TABLE_OUTPUT,
     TIMEOUT,
     TRAINED,
     WHERE,
@@ -46,8 +48,19 @@ from oomguard.typed import (
     read_options,
     read_path,
     read_seconds,
+    read_source,
+    read_table,
 )
-from oomguard.usage import ESTIMATE_HELP, PLAN_HELP, PREDICT_HELP, PROBE_HELP, SHOW_HELP, TRAIN_HELP, usage_error
+from oomguard.usage import (
+    ESTIMATE_HELP,
+    PLAN_HELP,
+    PREDICT_HELP,
+    PROBE_HELP,
+    SHOW_HELP,
+    TRADEOFFS_HELP,
+    TRAIN_HELP,
+    usage_error,
+)
 
 if TYPE_CHECKING:  # imported where it is used: with --json nobody waits for it
     from rich.console import Console
@@ -204,6 +217,28 @@ def _predict(*, run: str, **values: Any) -> Answer:
     check_output(options["output"])
     path = predict(run, data, **options)
     return Answer(f"{path}\n")
+
+
+@app.command("tradeoffs", cls=Command, help=TRADEOFFS_HELP)
+@with_flags(Spec=SPEC, **{"Knobs (fixed if given)": FIXED}, Where=WHERE, Table=TABLE, Output=[*TABLE_OUTPUT, JSON])
+def _tradeoffs(*, output: str | None = None, json: bool = False, **values: Any) -> Answer:
+    from oomguard.api import find_subject
+    from oomguard.report.tradeoffs import check_written, save, show_table, table_json
+    from oomguard.tradeoffs.table import make_table
+
+    spec, fixed, over = read_table(values)
+    asked = {"budget": read_budget(values["budget"])} if "budget" in values else {}
+    curve = check_written(output, values.get("curve"))
+    if output is not None:
+        check_output(output)
+    measured = read_source(values)
+    subject, varied = find_subject(spec, over=over, device=values.get("device"), measured=measured, **asked, **fixed)
+    table = make_table(subject, varied)
+    code = FITS if table["fits"].any() else DOES_NOT_FIT
+    path = None if output is None else save(subject, varied, table, output, curve)
+    if json:
+        return Answer(_json(table_json(subject, varied, table)), code)
+    return Answer(_screen(lambda console: show_table(subject, varied, table, path, console)), code)
 
 
 @app.command("show", cls=Command, help=SHOW_HELP)

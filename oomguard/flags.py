@@ -25,6 +25,8 @@ class Flag(NamedTuple):
     """Of the help."""
     choices: tuple[str, ...] = ()
     """What it takes, for the help and the shell."""
+    many: bool = False
+    """Whether it may be given several times."""
 
 
 SPEC = [
@@ -142,6 +144,22 @@ PREDICTED = [
     Flag("probabilities", "", "Of classes: those of all, not the likeliest."),
     Flag("device", "NAME", "cpu, cuda or cuda:1 (the plan's)."),
 ]
+TABLE = [
+    Flag(
+        "over",
+        "NAME=VALUES",
+        "What varies: microbatch=1..64, segments=1,4,16, seq=1000..64000*2. Again for more.",
+        many=True,
+    ),
+    Flag("plan", "FILE", "A plan: what was measured for it, its model, device and budget."),
+    Flag("ledger", "DIR", "A ledger: what was measured."),
+]
+# written out, since the help should not wait for the curves; the tests compare
+CURVES = ("front", "region", "segments", "microbatch", "longest", "throughput", "terms", "timeline")
+TABLE_OUTPUT = [
+    Flag("output", "FILE", "All of it: .csv or .parquet, .png (one curve), .html (all curves)."),
+    Flag("curve", "NAME", "What a .png shows (what tells most).", CURVES),
+]
 OUTPUT = Flag("output", "FILE", "Where the plan is written (plan.json).")
 SEQUENCES = Flag("sequences", "N", "Of an epoch (as the plan's histogram of lengths has them).")
 TIMEOUT = Flag("timeout", "SECONDS", "Give up after so long, such as 90s or 5min (10min).")
@@ -212,7 +230,8 @@ def _parameter(one: Flag, panel: str, *, hidden: bool = False) -> inspect.Parame
         show_default=False,
         hidden=hidden,
     )
-    annotation: Any = Annotated[str | None, option] if one.kind else Annotated[bool | None, option]
+    kind: Any = list[str] if one.many else str if one.kind else bool
+    annotation: Any = Annotated[kind | None, option]
     name = one.name.replace("-", "_")
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 

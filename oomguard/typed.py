@@ -48,6 +48,38 @@ def _read(values: dict[str, Any], flags: list[Flag]) -> tuple[Spec, dict[str, An
     return spec, knobs
 
 
+def read_table(values: dict[str, Any]) -> tuple[Spec | None, dict[str, Any], dict[str, Any] | None]:
+    """What a table is of: the spec (None: the plan's), the knobs that are fixed, and what varies (None: the usual)."""
+    from oomguard.tradeoffs.values import fields_for, read_text
+
+    pairs = [read_text(text) for text in values.get("over", ())]
+    over = dict(pairs)
+    if len(over) < len(pairs):
+        raise MisuseError(
+            rule="--over takes each name once",
+            got=f"got {shown([name for name, _ in pairs])}",
+            advice="Put all values of a name into one, such as 1..8,16,32.",
+        )
+    given = [one.name for one in SPEC if one.name.replace("-", "_") in values]
+    if values.get("plan") is not None and not given:
+        return None, _values(FIXED, values), over or None
+    described = values.get("preset") is not None or values.get("model") not in get_args(Cell)
+    follows = {} if described else fields_for(over, given)
+    spec, fixed = read_fixed(values | {name: str(value) for name, value in follows.items()})
+    return spec, fixed, over or None
+
+
+def read_source(values: dict[str, Any]) -> str | None:
+    """Where what was measured is read from."""
+    if "plan" in values and "ledger" in values:
+        raise MisuseError(
+            rule="What was measured comes from a plan or from a ledger",
+            got="got --plan and --ledger",
+            advice="Leave one of the two out.",
+        )
+    return values.get("plan") or values.get("ledger")
+
+
 def read_number(name: str, text: str) -> int:
     """A count that is neither a field of a spec nor a knob."""
     found = _number(text)

@@ -44,6 +44,19 @@ For a card that is not here, the plan is made by arithmetic alone.
 
 Exit codes: 0 there is a plan, 1 nothing fits (and what would help is said), 2 the question was wrong."""
 
+TRADEOFFS_HELP = """Show what each setting costs in memory and brings in speed: a table, curves, or a page of them.
+
+By arithmetic, for any device; with a plan or a ledger, calibrated by what was measured. Without --over it varies
+microbatch, segments and precision. A range is 1..64 (all), 1..64*2 (doublings) or 100..1000+100 (steps).
+
+[bold]Examples[/bold]
+
+- oomguard tradeoffs --model lstm --seq 10000 --over microbatch=1..64 --over segments=1,4,16 --device a100-80gb
+- oomguard tradeoffs --plan plan.json --output tradeoffs.html
+- oomguard tradeoffs --model gru --over seq=1000..64000*2 --budget 6GiB --output region.png --curve region
+
+Exit codes: 0 something fits, 1 nothing does, 2 the question was wrong."""
+
 SHOW_HELP = """Explain a plan: what was chosen and why, what it rests on, what to expect, what to fall back to.
 
 [bold]Examples[/bold]

@@ -24,7 +24,8 @@ ORDER = [
         "probe",
         "calibrate",
     ),
-    *("advice", "search", "plan", "data", "metrics", "guard", "checkpoint", "train", "report", "api"),
+    *("advice", "search", "plan", "tradeoffs", "curves"),
+    *("data", "metrics", "guard", "checkpoint", "train", "report", "api"),
     *("flags", "typed", "usage", "cli"),
 ]
 """Files and folders of the package, from the top; inside a folder, files may import one another."""

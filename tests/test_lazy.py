@@ -65,7 +65,7 @@ def test_the_files_behind_the_public_estimate_can_still_be_imported_after_it() -
     assert output_of(code) == "oomguard.estimate.breakdown\n"
 
 
-@pytest.mark.parametrize("name", ["guard", "probe", "train"])
+@pytest.mark.parametrize("name", ["curves", "guard", "probe", "tradeoffs", "train"])
 def test_a_public_function_is_not_the_folder_of_its_name(name: str) -> None:
     code = f"from oomguard import {name} as early\nimport oomguard.{name}\nfrom oomguard import {name}\n"
     assert output_of(f"{code}print({name}.__module__, early is {name})") == "oomguard.api True\n"

@@ -7,6 +7,7 @@ wide margin.
 """
 
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -127,6 +128,14 @@ class Calibration:
     def kinds(self) -> set[Kind]:
         """The kinds of which this very model has been measured."""
         return {kind_of(record) for record, _ in self.own}
+
+    def of(self, spec: Spec) -> "Calibration":
+        """The same for other sequences of the model: what records tell does not depend on how many and how long."""
+        if self._time is None:
+            self._time = self._fit_time()
+        other = copy(self)
+        other.spec = spec
+        return other
 
     def predict(self, estimate: Estimate) -> Prediction:
         """Peak, margin and time of the estimate's candidate (or of each of them)."""

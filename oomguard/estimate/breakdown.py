@@ -84,12 +84,19 @@ def estimate_step(spec: Spec, candidate: Candidate, place: Place = CPU, *, train
     >>> estimate_step(Spec(cell="lstm", seq=1000), Candidate(microbatch=32)).moment
     'backward of layer 2'
     """
+    return _assemble(*step_moments(spec, candidate, place, training=training))
+
+
+def step_moments(
+    spec: Spec, candidate: Candidate, place: Place = CPU, *, training: bool = True
+) -> tuple[Pass, Moments]:
+    """The pass that a step consists of, and its moments with what is alive at each, before an allocator rounds it."""
     step = make_pass(spec, candidate, place, steps=piece_steps(spec, candidate))
     if not training:
-        return _assemble(step, evaluation_moments(step))
+        return step, evaluation_moments(step)
     whole = not candidate.recompute and candidate.window is None
     kept = make_pass(spec, candidate, place, steps=spec.steps) if whole else step
-    return _assemble(step, training_moments(step, kept))
+    return step, training_moments(step, kept)
 
 
 def _assemble(step: Pass, moments: Moments) -> Estimate:

@@ -1,0 +1,68 @@
+"""How long sequences can be: the longest that fits, in one piece and in segments."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from oomguard.errors import MisuseError
+from oomguard.search.space import LEVELS_FROM, segment_counts
+from oomguard.spec import Spec
+from oomguard.tradeoffs.subject import Predicted, Subject, with_seq
+
+
+def in_one_piece(subject: Subject, spec: Spec, rows: int) -> Predicted:
+    """What a plain pass needs."""
+    return subject.predict(subject.vary(spec, microbatch=[rows], **_plain(1)), spec)
+
+
+def in_segments(subject: Subject, spec: Spec, rows: int) -> Predicted:
+    """What every number of segments that is worth a try needs, those that keep fewer border states included."""
+    counts = segment_counts(spec.steps) or [1]
+    ways = [
+        (count, levels)
+        for levels, least in LEVELS_FROM.items()
+        for count in counts
+        if count >= least and (levels == 1 or not spec.bidirectional)
+    ]
+    segments, levels = np.array(ways).T
+    return subject.predict(subject.vary(spec, microbatch=rows, **_plain(segments) | {"levels": levels}), spec)
+
+
+Way = Callable[[Subject, Spec, int], Predicted]
+"""One of the two above."""
+
+
+def _plain(segments: Any) -> dict[str, Any]:
+    return {"segments": segments, "levels": 1, "recompute": True, "window": None}
+
+
+def longest(subject: Subject, way: Way, rows: int) -> int:
+    """The most steps (to 0.1 %) that sequences can have so that `rows` of them fit; 0 if not even one step does.
+
+    >>> from oomguard.candidate import Candidate
+    >>> from oomguard.estimate.place import CPU
+    >>> spec = Spec(cell="lstm", seq=1000)
+    >>> subject = Subject(spec=spec, place=CPU, budget_bytes=1 << 30, candidate=Candidate(microbatch=32))
+    >>> longest(subject, in_one_piece, 32) < longest(subject, in_segments, 32)
+    True
+    """
+
+    def fits(steps: int) -> bool:
+        try:
+            return bool(way(subject, with_seq(subject, steps), rows).fits.any())
+        except MisuseError:  # longer than a spec can be
+            return False
+
+    return _last(fits, subject.spec.steps)
+
+
+def _last(fits: Callable[[int], bool], start: int) -> int:
+    """The last number (to 0.1 %) for which it holds, if it holds up to some number and for none beyond."""
+    low, high = (start, 2 * start) if fits(start) else (0, start)
+    while low and fits(high):
+        low, high = high, 2 * high
+    while high - low > max(1, low // 1000):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

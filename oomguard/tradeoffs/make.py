@@ -1,0 +1,100 @@
+"""From a question to its subject: what is varied by default, and which knobs all candidates share."""
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from oomguard.candidate import KNOBS, Candidate, make_candidate
+from oomguard.checks import flag, shown
+from oomguard.device.cpu import cpu_precisions
+from oomguard.errors import MisuseError
+from oomguard.estimate.place import Place
+from oomguard.plan.value import Plan
+from oomguard.search.space import SHORTEST_PIECE
+from oomguard.spec import Spec
+from oomguard.tradeoffs.measured import Evidence, of_device, usual_settings
+from oomguard.tradeoffs.subject import SHAPE, Subject, card_precisions
+from oomguard.tradeoffs.values import Over
+
+
+def make_subject(spec: Spec, place: Place, budget_bytes: int, evidence: Evidence, fixed: dict[str, Any]) -> Subject:
+    """A model on a device, with what was measured of it. Knobs that are not fixed are as the plan has them (or as most
+    records do), otherwise as PyTorch would."""
+    records = of_device(evidence.records, place)
+    return Subject(
+        spec=spec,
+        place=place,
+        budget_bytes=budget_bytes,
+        candidate=_candidate(spec, evidence, fixed),
+        precisions=_precisions(place),
+        records=records,
+        plan=_same_plan(evidence.plan, spec, place, budget_bytes),
+    )
+
+
+def look_at(subject: Subject, over: Over) -> Subject:
+    """The subject, so that its curves show the values that were asked for."""
+    knobs = {name: values for name, values in over.items() if name in ("microbatch", "segments")}
+    return replace(subject, over=knobs, precisions=tuple(over.get("precision", subject.precisions)))
+
+
+def _same_plan(plan: Plan | None, spec: Spec, place: Place, budget_bytes: int) -> Plan | None:
+    """The plan, if it is an answer to the same question."""
+    if plan is None or (plan.spec, plan.where.place, plan.budget_bytes) != (spec, place, budget_bytes):
+        return None
+    return plan
+
+
+def _candidate(spec: Spec, evidence: Evidence, fixed: dict[str, Any]) -> Candidate:
+    plan = evidence.plan
+    if plan is not None and plan.spec == spec:
+        knobs = msgspec.structs.asdict(plan.candidate) | {"accumulation": None}
+    elif plan is not None:
+        knobs = {name: getattr(plan.candidate, name) for name in KNOBS if name not in SHAPE}
+    else:
+        knobs = usual_settings(evidence.records, spec)
+    return make_candidate(spec, **knobs | fixed)
+
+
+def _precisions(place: Place) -> tuple[str, ...]:
+    """fp32, and half precision if the device has one that is worth a look."""
+    if place.cuda:
+        return card_precisions(place)
+    half = [name for name in ("bf16", "fp16") if name in cpu_precisions()]
+    return ("fp32", *half[:1])
+
+
+def usual_over(subject: Subject, fixed: dict[str, Any]) -> Over:
+    """What varies if nobody says: doublings of microbatch and segments, with those that were measured; the precision.
+
+    >>> from oomguard.estimate.place import CPU
+    >>> subject = Subject(
+    ...     spec=Spec(cell="gru", seq=64, batch=6), place=CPU, budget_bytes=1 << 30, candidate=Candidate(microbatch=6)
+    ... )
+    >>> usual_over(subject, {})
+    {'microbatch': [1, 2, 4, 6], 'segments': [1, 2, 4, 8], 'precision': ['fp32']}
+    """
+    spec = subject.spec
+    known = [subject.candidate, *(one.candidate for one in subject.records if one.spec == spec)]
+    rows = {1 << power for power in range(spec.batch.bit_length())} | {spec.batch}
+    pieces = {1 << power for power in range(max(1, (spec.steps // SHORTEST_PIECE).bit_length()))}
+    over: Over = {
+        "microbatch": sorted(rows | {one.microbatch for one in known}),
+        "segments": sorted(pieces | {one.segments for one in known}),
+        "precision": [*subject.precisions],
+    }
+    if subject.candidate.window is not None:
+        del over["segments"]
+    return {name: values for name, values in over.items() if name not in fixed}
+
+
+def check_apart(over: Over, fixed: dict[str, Any]) -> None:
+    """Raise if something both varies and is fixed."""
+    for name in over:
+        if name in fixed:
+            raise MisuseError(
+                rule="A knob is either fixed or varied",
+                got=f"got {flag(name)} {shown(fixed[name])} and values of it to vary over",
+                advice="Leave one of the two out.",
+            )
