@@ -179,6 +179,8 @@ class AsTyped:
         params = super().get_params(context)  # type: ignore[misc]
         for param in params:
             param._runtime_param = self
+            if getattr(param, "is_flag", False):
+                param.metavar = ""  # of a switch, the help would say <bool>
         return params
 
     def coerce(self, value: Any, **_: Any) -> Any:
@@ -188,6 +190,12 @@ class AsTyped:
 
 class Command(AsTyped, TyperCommand):
     """A subcommand."""
+
+    def get_help_option(self, context: Any) -> Any:
+        """`--help`, in the last panel: otherwise it would have the first one to itself."""
+        option: Any = super().get_help_option(context)
+        option.rich_help_panel = "Output"
+        return option
 
 
 class Group(AsTyped, TyperGroup):
