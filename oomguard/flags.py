@@ -260,6 +260,7 @@ def _completion(one: Flag) -> Callable[[str], list[str]]:
 
             choices = ["cpu", "cuda", *gpus.names()]
         before, comma, word = incomplete.rpartition(",") if one.kind == "LIST" else ("", "", incomplete)
-        return [before + comma + choice for choice in choices if choice.startswith(word)]
+        new = [choice for choice in choices if choice not in before.split(",")]
+        return [before + comma + choice for choice in new if choice.startswith(word)]
 
     return complete

@@ -79,7 +79,7 @@ def test_the_flags_of_a_subcommand_are_offered(command: str, flags: set[str]) ->
         ("probe --precision ", {*get_args(Precision)}),
         ("estimate --optimizer ad", {name for name in get_args(Optimizer) if name.startswith("ad")}),
         ("plan --maximize ", {"throughput", "microbatch", "seq"}),
-        ("plan --maximize throughput,", {f"throughput,{one}" for one in ("throughput", "microbatch", "seq")}),
+        ("plan --maximize throughput,", {"throughput,microbatch", "throughput,seq"}),
         ("plan --allow n", {"none"}),
         ("estimate --model ", {"rnn", "lstm", "gru"}),
         ("train plan.json --schedule c", {"constant", "cosine"}),
