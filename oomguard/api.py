@@ -188,9 +188,8 @@ def curves(
 
     if isinstance(about, Plan):
         about, measured = None, about
-    return curves_of(
-        look_at(*find_subject(about, over=over, device=device, budget=budget, measured=measured, **fields))
-    )
+    subject, varied = find_subject(about, over=over, device=device, budget=budget, measured=measured, **fields)
+    return curves_of(subject if over is None else look_at(subject, varied))
 
 
 def guard(plan: "Plan", *, device: str | None = None, events: str | None = None) -> "Guard":

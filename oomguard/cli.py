@@ -237,7 +237,7 @@ def _tradeoffs(*, output: str | None = None, json: bool = False, **values: Any) 
     subject, varied = find_subject(spec, over=over, device=values.get("device"), measured=measured, **asked, **fixed)
     table = make_table(subject, varied)
     code = FITS if table["fits"].any() else DOES_NOT_FIT
-    path = None if output is None else save(subject, varied, table, output, curve)
+    path = None if output is None else save(subject, None if over is None else varied, table, output, curve)
     if json:
         return Answer(_json(table_json(subject, varied, table)), code)
     return Answer(_screen(lambda console: show_table(subject, varied, table, path, console)), code)

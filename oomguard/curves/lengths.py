@@ -4,7 +4,7 @@ import numpy as np
 
 from oomguard.curves import axes
 from oomguard.curves.parts import budget_mark
-from oomguard.curves.reach import Way, in_one_piece, in_segments, longest
+from oomguard.curves.reach import Way, borders, in_one_piece, in_segments, longest
 from oomguard.curves.value import Curve, Mark, Series
 from oomguard.errors import MisuseError
 from oomguard.tradeoffs.subject import Subject, with_seq
@@ -24,8 +24,8 @@ def longest_sequence(subject: Subject) -> Curve:
     """The longest sequence that fits against the budget: in one piece, and in segments."""
     rows = subject.candidate.microbatch
     ends = {name: longest(subject, way, rows) for name, way in WAYS.items()}
-    asked, reached = subject.spec.steps, max(*ends.values(), 1)
-    start = max(FEWEST, min(asked, *(one or asked for one in ends.values())) // 8)
+    asked, reached = subject.spec.steps, max(ends.values())
+    start = max(FEWEST, min([asked, *filter(None, ends.values())]) // 8)
     lengths = np.unique(np.geomspace(start, 2 * max(asked, reached), LENGTHS).astype(int))
     series = [_line(subject, name, rows, lengths.tolist(), slot) for slot, name in enumerate(WAYS)]
     marks = [budget_mark(subject, upright=True)]
@@ -98,12 +98,11 @@ def about(steps: int) -> str:
 def region(subject: Subject) -> Curve:
     """What fits, as a map over microbatch and sequence length."""
     rows = _few(subject.microbatches)
-    borders = {name: [longest(subject, way, one) for one in rows] for name, way in WAYS.items()}
-    asked = subject.spec.steps
-    least = max(1, min(asked, *(one for some in borders.values() for one in some if one)) // 3)
-    most = 2 * max(asked, *(max(some) for some in borders.values()))
-    plain = np.maximum(borders["in one piece"], least).astype(float)
-    pieces = np.maximum(np.maximum(borders["in segments"], least), plain)
+    found = {name: borders(subject, way, rows) for name, way in WAYS.items()}
+    asked, ends = subject.spec.steps, [one for some in found.values() for one in some if one]
+    least, most = max(1, min([asked, *ends]) // 3), 2 * max([asked, *ends])
+    plain = np.maximum(found["in one piece"], least).astype(float)
+    pieces = np.maximum(np.maximum(found["in segments"], least), plain)
     axis = axes.logarithmic("Microbatch", "sequences per pass", rows, base=2)
     x = (axis.low, *map(float, rows), axis.high)
     floor, one, several, top = (
@@ -125,7 +124,7 @@ def region(subject: Subject) -> Curve:
         y=float(asked),
         role="chosen" if chosen else "note",
     )
-    title, answer = _region_finding(subject, rows, borders)
+    title, answer = _region_finding(subject, rows, found)
     return Curve(
         name="region",
         title=title,
@@ -153,10 +152,10 @@ def _inside(band: Series) -> Mark | None:
     return Mark(text=band.name, x=band.x[place], y=float(np.sqrt(low * high)), role="words")
 
 
-def _region_finding(subject: Subject, rows: list[int], borders: dict[str, list[int]]) -> tuple[str, str]:
+def _region_finding(subject: Subject, rows: list[int], found: dict[str, list[int]]) -> tuple[str, str]:
     asked, budget = subject.spec.steps, format_bytes(subject.budget_bytes)
     largest = {name: max((one for one, end in zip(rows, ends, strict=True) if end >= asked), default=None)
-               for name, ends in borders.items()}  # fmt: skip
+               for name, ends in found.items()}  # fmt: skip
     plain, pieces = largest["in one piece"], largest["in segments"]
     if plain == subject.spec.batch:
         title = f"{asked:,} steps fit in one piece, with the whole batch in one pass"
@@ -166,7 +165,7 @@ def _region_finding(subject: Subject, rows: list[int], borders: dict[str, list[i
         title = f"{asked:,} steps fit with the whole batch in one pass, in segments"
     else:
         title = f"{asked:,} steps fit with a smaller microbatch" + (", in segments" if plain is None else "")
-    few, many = about(borders["in segments"][0]), about(borders["in segments"][-1])
+    few, many = about(found["in segments"][0]), about(found["in segments"][-1])
     return title, (
         f"Within {budget}, segments take a microbatch of {rows[-1]:,} to {many} steps and one of {rows[0]} to {few}, "
         "with the same gradient as in one piece."

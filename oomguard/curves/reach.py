@@ -37,7 +37,7 @@ def _plain(segments: Any) -> dict[str, Any]:
     return {"segments": segments, "levels": 1, "recompute": True, "window": None}
 
 
-def longest(subject: Subject, way: Way, rows: int) -> int:
+def longest(subject: Subject, way: Way, rows: int, guess: int | None = None) -> int:
     """The most steps (to 0.1 %) that sequences can have so that `rows` of them fit; 0 if not even one step does.
 
     >>> from oomguard.candidate import Candidate
@@ -54,15 +54,28 @@ def longest(subject: Subject, way: Way, rows: int) -> int:
         except MisuseError:  # longer than a spec can be
             return False
 
-    return _last(fits, subject.spec.steps)
+    return _last(fits, guess or subject.spec.steps)
+
+
+def borders(subject: Subject, way: Way, sizes: list[int]) -> list[int]:
+    """The longest for each of some microbatches: half as many sequences can be about twice as long."""
+    found: list[int] = []
+    for rows in sizes:
+        guess = found[-1] * sizes[len(found) - 1] // rows if found else None
+        found.append(longest(subject, way, rows, guess))
+    return found
 
 
 def _last(fits: Callable[[int], bool], start: int) -> int:
     """The last number (to 0.1 %) for which it holds, if it holds up to some number and for none beyond."""
-    low, high = (start, 2 * start) if fits(start) else (0, start)
-    while low and fits(high):
-        low, high = high, 2 * high
-    while high - low > max(1, low // 1000):
+    low, high, factor = (start, None, 1.1) if fits(start) else (0, start, 1.1)
+    while high is None:
+        probe, factor = int(low * factor) + 1, factor * factor
+        low, high = (probe, None) if fits(probe) else (low, probe)
+    while not low and high > 1:
+        probe, factor = max(1, int(high / factor)), factor * factor
+        low, high = (probe, high) if fits(probe) else (0, probe)
+    while low and high - low > max(1, low // 1000):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low

@@ -56,14 +56,14 @@ def check_written(output: str | None, curve: str | None) -> str | None:
     return curve
 
 
-def save(subject: Subject, over: Over, table: pd.DataFrame, output: str, curve: str | None) -> Path:
-    """Write the table, or curves of the same subject, as the file's ending says."""
+def save(subject: Subject, over: Over | None, table: pd.DataFrame, output: str, curve: str | None) -> Path:
+    """Write the table, or curves of the same subject, as the file's ending says. `over` is what was asked for."""
     path = Path(output)
     if path.suffix.lower() in (".csv", ".parquet"):
         return save_table(table, path)
-    own = look_at(subject, over)
+    own = subject if over is None else look_at(subject, over)
     if path.suffix.lower() == ".png":
-        return save_curves([MAKERS[curve or telling(over)](own)], output)
+        return save_curves([MAKERS[curve or telling(over or {})](own)], output)
     heading = f"Trade-offs of {spec_words(subject.spec)}"
     return save_curves(curves_of(own), output, heading, where_words(subject))
 

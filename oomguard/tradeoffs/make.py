@@ -14,13 +14,16 @@ from oomguard.plan.value import Plan
 from oomguard.search.space import SHORTEST_PIECE
 from oomguard.spec import Spec
 from oomguard.tradeoffs.measured import Evidence, of_device, usual_settings
-from oomguard.tradeoffs.subject import SHAPE, Subject, card_precisions
+from oomguard.tradeoffs.subject import SHAPE, Subject, card_precisions, subject_of
 from oomguard.tradeoffs.values import Over
 
 
 def make_subject(spec: Spec, place: Place, budget_bytes: int, evidence: Evidence, fixed: dict[str, Any]) -> Subject:
     """A model on a device, with what was measured of it. Knobs that are not fixed are as the plan has them (or as most
     records do), otherwise as PyTorch would."""
+    plan = _same_plan(evidence.plan, spec, place, budget_bytes)
+    if plan is not None and not fixed:
+        return subject_of(plan)
     records = of_device(evidence.records, place)
     return Subject(
         spec=spec,
@@ -29,7 +32,7 @@ def make_subject(spec: Spec, place: Place, budget_bytes: int, evidence: Evidence
         candidate=_candidate(spec, evidence, fixed),
         precisions=_precisions(place),
         records=records,
-        plan=_same_plan(evidence.plan, spec, place, budget_bytes),
+        plan=plan,
     )
 
 

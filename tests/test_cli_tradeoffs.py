@@ -1,0 +1,162 @@
+"""`oomguard tradeoffs`: what it prints, what it writes, what it refuses."""
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from PIL import Image
+from tradeoffs.subjects import plan
+
+import oomguard
+from oomguard.cli import run
+from oomguard.curves import save
+from oomguard.curves.make import MAKERS
+from oomguard.curves.save import to_png
+from oomguard.curves.value import Curve
+from oomguard.probe.ledger import RECORDS, Ledger
+
+MODEL = "tradeoffs --model lstm --seq 10000 --device a100-80gb"
+
+
+def output(capsys: pytest.CaptureFixture[str], command: str, *words: str) -> str:
+    """What a command that succeeds prints."""
+    assert run([*command.split(), *words]) == 0
+    return capsys.readouterr().out
+
+
+def refusal(capsys: pytest.CaptureFixture[str], command: str, *words: str) -> str:
+    """What a command that is refused says."""
+    assert run([*command.split(), *words]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    return said.err
+
+
+def test_the_screen_has_the_front_fastest_first(capsys: pytest.CaptureFixture[str]) -> None:
+    said = output(capsys, MODEL, "--over", "microbatch=1..64", "--over", "segments=1,4,16,64")
+    assert "256 candidates, 256 fit." in said
+    assert "Speeds are guesses" in said
+    rows = [re.split(r"\s{2,}", line.strip()) for line in said.splitlines() if re.match(r"\s+\d+ ", line)]
+    speeds = [int(row[-1].replace(",", "")) for row in rows]
+    assert speeds == sorted(speeds, reverse=True)
+    assert rows[0][:3] == ["64", "1", "1"]
+    assert len(rows) <= 14
+
+
+def test_the_json_is_the_whole_table(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(output(capsys, MODEL, "--over", "microbatch=1..8", "--json"))
+    table = oomguard.tradeoffs(cell="lstm", seq=10_000, device="a100-80gb", over={"microbatch": range(1, 9)})
+    assert found["over"] == {"microbatch": [*range(1, 9)]}
+    assert [row["total_bytes"] for row in found["rows"]] == table["total_bytes"].tolist()
+    assert found["rows"][0]["window"] is None
+    assert found["spec"]["cell"] == "lstm"
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_a_table_can_be_read_back(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / f"new folder/table{suffix}"
+    said = output(capsys, MODEL, "--over", "microbatch=1..8", "--over", "window=none,500", "--output", str(path))
+    assert f"Written to {path}." in said.replace("\n", " ")
+    found = pd.read_csv(path) if suffix == ".csv" else pd.read_parquet(path)
+    over = {"microbatch": range(1, 9), "window": [None, 500]}
+    table = oomguard.tradeoffs(cell="lstm", seq=10_000, device="a100-80gb", over=over)
+    assert [*found.columns] == [*table.columns]
+    assert found["total_bytes"].tolist() == table["total_bytes"].tolist()
+    assert found["window"].isna().tolist() == table["window"].isna().tolist()
+    assert found["precision"].tolist() == table["precision"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("words", "title"),
+    [(["--over", "segments=1,4,16"], "segments"), (["--curve", "terms"], "terms"), ([], "front")],
+)
+def test_a_picture_is_of_the_curve_that_tells_most_or_is_named(
+    words: list[str], title: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[str] = []
+
+    def noted(curve: Curve) -> bytes:
+        drawn.append(curve.name)
+        return to_png(curve)
+
+    monkeypatch.setattr(save, "to_png", noted)
+    path = tmp_path / "curve.PNG"
+    output(capsys, MODEL, *words, "--output", str(path))
+    assert drawn == [title]
+    assert Image.open(io.BytesIO(path.read_bytes())).format == "PNG"
+
+
+def test_a_page_has_all_curves_and_needs_no_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "page.html"
+    output(capsys, "tradeoffs --model gru --seq 200 --device t4 --output", str(path))
+    text = path.read_text()
+    assert all(f'id="{name}"' in text for name in MAKERS)
+    assert not re.search(r"<(?:script|link|img|iframe)[^>]+(?:src|href)", text)
+
+
+def test_a_plan_gives_model_device_budget_and_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(oomguard.save_plan(plan(), tmp_path / "plan.json"))
+    said = output(capsys, "tradeoffs", "--plan", path)
+    assert "T = 4,000, batch 32 on cpu, budget 600.00 MiB, 10 records." in said
+    assert "FITS" in said
+    assert "guess" not in said
+    ledger = Ledger(tmp_path / RECORDS)
+    for record in plan().records:
+        ledger.append(record)
+    words = "tradeoffs --model lstm --seq 4000 --budget 600MiB --over segments=1,16 --json --ledger"
+    (_, row) = json.loads(output(capsys, words, str(tmp_path)))["rows"]
+    assert (row["verdict"], row["measured_peak_bytes"]) == ("FITS", plan().peak_bytes)
+
+
+def test_nothing_that_fits_is_exit_code_1_and_says_what_is_least(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*MODEL.split(), "--budget", "500MiB"]) == 1
+    said = capsys.readouterr().out
+    assert "Nothing fits" in said
+    assert "The least that any of them needs is" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--output", "x.txt"], "--output must end in one of .csv, .parquet, .png, .html"),
+        (["--output", "x"], "--output must end in one of .csv, .parquet, .png, .html"),
+        (["--output", "nowhere.png", "--curve", "fronts"], "Did you mean front"),
+        (["--curve", "front"], "--curve says what a .png shows"),
+        (["--curve", "front", "--output", "x.html"], "--curve says what a .png shows"),
+        (["--over", "microbatch"], "--over microbatch=1..64"),
+        (["--over", "micro=1"], "Did you mean microbatch"),
+        (["--over", "microbatch=1", "--over", "microbatch=2"], "each name once"),
+        (["--over", "microbatch=1..64", "--batch", "32"], "got 33 of 32"),
+        (["--over", "segments=1,4", "--segments", "4"], "either fixed or varied"),
+        (["--over", "seq=1..100000"], "got 100,000"),
+        (["--plan", "a.json", "--ledger", "b"], "from a plan or from a ledger"),
+        (["--ledger", "nowhere"], "there is no nowhere"),
+        (["--budget", "much"], "--budget"),
+        (["--device", "a1000-gpu"], "--device"),
+    ],
+)
+def test_a_wrong_question_is_one_message(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in refusal(capsys, MODEL, *words)
+
+
+def test_a_model_must_be_named_unless_there_is_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--model" in refusal(capsys, "tradeoffs")
+
+
+def test_a_batch_of_a_preset_is_not_changed(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "tradeoffs --preset char-lm --device t4 --over microbatch=4096"
+    assert "--microbatch must not be larger than --batch" in refusal(capsys, words)
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_computed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    said = refusal(capsys, MODEL, "--output", str(tmp_path / "file" / "x.csv"))
+    assert "--output must be a file that can be written" in said
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]
