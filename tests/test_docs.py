@@ -1,10 +1,12 @@
 """What users read: every public name has an example, and the help says what is true."""
 
 import doctest
+import importlib.util
 import inspect
 import re
 import shlex
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -97,3 +99,79 @@ def test_an_example_of_the_help_runs(words: list[str], desk: Path, capsys: pytes
     out, err = capsys.readouterr()
     assert out
     assert "oomguard:" not in err
+
+
+# ---- the README
+
+
+@pytest.fixture(scope="module")
+def pictures() -> ModuleType:
+    """docs/make_pictures.py, which makes what the README shows."""
+    found = importlib.util.spec_from_file_location("make_pictures", ROOT / "docs" / "make_pictures.py")
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+FIGURE = re.compile(r"\d[\d,.]*")
+
+
+def parsed(command: str) -> dict[str, Any]:
+    """What a command line gives to its flags; raises if it has one that is not there."""
+    words = shlex.split(command)
+    with COMMAND.commands[words[1]].make_context(words[1], words[2:]) as context:
+        return {name: value for name, value in context.params.items() if value is not None}
+
+
+def shape(screen: str) -> list[str]:
+    """The words of a screen, without its figures and its line breaks."""
+    return FIGURE.sub("#", re.sub(r"\b[KMGT]?i?B\b", "B", screen)).split()
+
+
+def test_the_screen_of_a_plan_is_that_of_the_command_above_it(pictures: ModuleType) -> None:
+    fence, command, *screen, end = pictures.block_in(README, "plan").splitlines()
+    assert (fence, command, end) == ("```", f"$ {pictures.PLAN}", "```")
+    given = parsed(pictures.PLAN)
+    title = f"Plan for {given['model']} 64 → 256 × 2 layers, T = {int(given['seq']):,}, batch 32 on cpu"
+    assert screen[0] == title
+    assert f"of {oomguard.units.format_bytes(oomguard.units.parse_bytes(given['budget']))}" in " ".join(screen)
+    assert max(map(len, screen)) <= 80
+
+
+def test_the_screen_of_a_plan_has_the_words_that_a_plan_has_now(
+    pictures: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = oomguard.find_feasible_config(cell="lstm", seq=10_000, device="t4", budget="2GiB")
+    shown = " ".join(shape(screen_of(msgspec.structs.replace(measured(plan), fallbacks=plan.fallbacks))))
+    words = " ".join(shape("\n".join(pictures.block_in(README, "plan").splitlines()[2:-1])))
+    for sentence in ("Plain PyTorch would need # B:", "# probes in", "Estimate # B by arithmetic, expected # B"):
+        assert sentence in shown
+        assert sentence in words
+
+
+def test_the_picture_is_of_the_curve_that_the_command_draws(pictures: ModuleType) -> None:
+    given = parsed(pictures.CURVE)
+    assert (given["model"], given["seq"], given["budget"], given["curve"]) == ("lstm", "10000", "6GiB", "segments")
+    assert pictures.block_in(README, "curve") == f"![{pictures.curve_title()}](docs/{given['output']})"
+    assert pictures.PICTURE.read_bytes().startswith(b"\x89PNG")
+    assert 20_000 < pictures.PICTURE.stat().st_size < 300_000
+
+
+def test_another_screen_takes_the_place_of_the_one_that_is_there(pictures: ModuleType) -> None:
+    text = "before\n<!-- plan: by docs/make_pictures.py -->\nold\n<!-- end of plan -->\nafter"
+    changed = pictures.with_block(text, "plan", "new \\1")
+    assert changed == text.replace("old", "new \\1")
+    assert pictures.block_in(changed, "plan") == "new \\1"
+
+
+@pytest.mark.parametrize("command", sorted({*re.findall(r"^\$ (oomguard .*)$", README, re.MULTILINE)}))
+def test_a_command_of_the_readme_has_no_stale_flag(command: str) -> None:
+    assert parsed(command)
+
+
+def test_what_the_readme_points_to_is_there() -> None:
+    for target in re.findall(r"\]\(((?!https?:)[^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
