@@ -23,7 +23,15 @@ HALO = [withStroke(linewidth=3, foreground=LIGHT.paper)]
 
 
 def figure(curve: Curve) -> Figure:
-    """The curve as a figure: light, with title and answer above it."""
+    """The curve as a figure: light, with title and answer above it.
+
+    >>> from oomguard.curves.axes import linear
+    >>> x, y = linear("Microbatch", "", [8]), linear("Peak", "GiB", [2])
+    >>> line = Series(name="fp32", x=(1.0, 8.0), y=(1.0, 2.0))
+    >>> curve = Curve(name="peak", title="It grows", question="Does it?", answer="Yes.", x=x, y=y, series=(line,))
+    >>> figure(curve).axes[0].get_ylabel()
+    'Peak (GiB)'
+    """
     found = Figure(figsize=SIZE_INCHES, dpi=DPI, layout="constrained", facecolor=LIGHT.paper)
     if curve.below is None:
         panels = [found.subplots()]

@@ -18,7 +18,15 @@ LOWER, UPPER = (0.0, 0.36), (0.46, 1.0)
 
 
 def figure(curve: Curve, *, dark: bool = False, titled: bool = True) -> go.Figure:
-    """The curve as a figure. A page that says title and answer itself draws it without (`titled=False`)."""
+    """The curve as a figure. A page that says title and answer itself draws it without (`titled=False`).
+
+    >>> from oomguard.curves.axes import linear
+    >>> x, y = linear("Microbatch", "", [8]), linear("Peak", "GiB", [2])
+    >>> line = Series(name="fp32", x=(1.0, 8.0), y=(1.0, 2.0))
+    >>> curve = Curve(name="peak", title="It grows", question="Does it?", answer="Yes.", x=x, y=y, series=(line,))
+    >>> figure(curve).data[0].y
+    (1.0, 2.0)
+    """
     look = DARK if dark else LIGHT
     found = go.Figure(
         data=[trace for one in curve.series for trace in _traces(one, curve, look)],

@@ -1,5 +1,6 @@
 """How long sequences can be: against the budget, and against the microbatch."""
 
+import msgspec
 import numpy as np
 
 from oomguard.curves import axes
@@ -7,6 +8,8 @@ from oomguard.curves.parts import budget_mark
 from oomguard.curves.reach import Way, borders, in_one_piece, in_segments, longest
 from oomguard.curves.value import Curve, Mark, Series
 from oomguard.errors import MisuseError
+from oomguard.estimate.engines import cudnn
+from oomguard.plan.phrases import times
 from oomguard.tradeoffs.subject import Subject, with_seq
 from oomguard.units import format_bytes
 
@@ -21,7 +24,13 @@ FEWEST = 8
 
 
 def longest_sequence(subject: Subject) -> Curve:
-    """The longest sequence that fits against the budget: in one piece, and in segments."""
+    """The longest sequence that fits against the budget: in one piece, and in segments.
+
+    >>> from oomguard.api import find_subject
+    >>> subject, _ = find_subject(cell="lstm", seq=1000, budget="1GiB", device="t4")
+    >>> [one.name for one in longest_sequence(subject).series]
+    ['in one piece', 'in segments']
+    """
     rows = subject.candidate.microbatch
     ends = {name: longest(subject, way, rows) for name, way in WAYS.items()}
     asked, reached = subject.spec.steps, max(ends.values())
@@ -37,13 +46,15 @@ def longest_sequence(subject: Subject) -> Curve:
     ]
     marks += [Mark(text=f"asked for: {asked:,} steps", y=float(asked))]
     needed = [x for one in series for x in one.x]
+    axis = axes.logarithmic("Memory budget", "GiB", [min(*needed, budget), _farthest(subject, series, budget)])
+    series = [_to_the_end(one, axis.high) for one in series]
     title, answer = _longest_finding(subject, ends)
     return Curve(
         name="longest",
         title=title,
         question="How long can sequences be?",
         answer=answer,
-        x=axes.logarithmic("Memory budget", "GiB", [min(*needed, budget), _farthest(subject, series, budget)]),
+        x=axis,
         y=axes.logarithmic("Longest sequence", "time steps", [float(lengths[0]), float(lengths[-1])]),
         series=tuple(series),
         marks=tuple(marks),
@@ -56,10 +67,18 @@ def _farthest(subject: Subject, series: list[Series], budget: float) -> float:
     return max(4 * budget, *asked, min(one.x[-1] for one in series if one.x))
 
 
+def _to_the_end(line: Series, end: float) -> Series:
+    """A line that stops at the most steps that cuDNN takes goes on at that height, whatever the budget."""
+    if not line.y or line.y[-1] != cudnn.MAX_STEPS or line.x[-1] >= end:
+        return line
+    words = (*line.words, f"cuDNN takes at most {cudnn.MAX_STEPS:,} steps at once")
+    return msgspec.structs.replace(line, x=(*line.x, end), y=(*line.y, line.y[-1]), words=words)
+
+
 def _line(subject: Subject, name: str, rows: int, lengths: list[int], slot: int) -> Series:
     """The least budget that each length needs: the same line, read from the other axis."""
     points: list[tuple[float, float]] = []
-    for steps in lengths:
+    for steps in sorted({*lengths, *([cudnn.MAX_STEPS] if lengths[0] < cudnn.MAX_STEPS < lengths[-1] else [])}):
         try:
             found = WAYS[name](subject, with_seq(subject, steps), rows)
         except MisuseError:  # longer than a spec can be
@@ -96,7 +115,13 @@ def about(steps: int) -> str:
 
 
 def region(subject: Subject) -> Curve:
-    """What fits, as a map over microbatch and sequence length."""
+    """What fits, as a map over microbatch and sequence length.
+
+    >>> from oomguard.api import find_subject
+    >>> subject, _ = find_subject(cell="lstm", seq=1000, budget="1GiB", device="t4")
+    >>> region(subject).title
+    '1,000 steps fit with the whole batch in one pass, in segments'
+    """
     rows = _few(subject.microbatches)
     found = {name: borders(subject, way, rows) for name, way in WAYS.items()}
     asked, ends = subject.spec.steps, [one for some in found.values() for one in some if one]
@@ -157,16 +182,18 @@ def _region_finding(subject: Subject, rows: list[int], found: dict[str, list[int
     largest = {name: max((one for one, end in zip(rows, ends, strict=True) if end >= asked), default=None)
                for name, ends in found.items()}  # fmt: skip
     plain, pieces = largest["in one piece"], largest["in segments"]
+    said = times(asked, "step")
     if plain == subject.spec.batch:
-        title = f"{asked:,} steps fit in one piece, with the whole batch in one pass"
+        title = f"{said} fit in one piece, with the whole batch in one pass"
     elif plain is None and pieces is None:
-        title = f"{asked:,} steps do not fit, whatever the microbatch"
+        title = f"{said} do not fit, whatever the microbatch"
     elif pieces == subject.spec.batch:
-        title = f"{asked:,} steps fit with the whole batch in one pass, in segments"
+        title = f"{said} fit with the whole batch in one pass, in segments"
     else:
-        title = f"{asked:,} steps fit with a smaller microbatch" + (", in segments" if plain is None else "")
+        title = f"{said} fit with a smaller microbatch" + (", in segments" if plain is None else "")
+    if not max(found["in segments"]):
+        return title, f"Within {budget} not even one step fits, in whatever pieces."
     few, many = about(found["in segments"][0]), about(found["in segments"][-1])
-    return title, (
-        f"Within {budget}, segments take a microbatch of {rows[-1]:,} to {many} steps and one of {rows[0]} to {few}, "
-        "with the same gradient as in one piece."
-    )
+    ends = f"a microbatch of {rows[-1]:,} to {many} steps"
+    ends += f" and one of {rows[0]:,} to {few}" if len(rows) > 1 else ""
+    return title, f"Within {budget}, segments take {ends}, with the same gradient as in one piece."

@@ -5,6 +5,8 @@ import numpy as np
 from oomguard.curves import axes
 from oomguard.curves.parts import budget_mark, by_precision, chosen_mark, measured_peaks, pieces_phrase
 from oomguard.curves.value import Curve, Mark, Series
+from oomguard.estimate.engines import cudnn
+from oomguard.plan.phrases import times
 from oomguard.tradeoffs.subject import Predicted, Subject
 from oomguard.units import format_bytes
 
@@ -13,7 +15,13 @@ MOST = 1 << 16
 
 
 def microbatch(subject: Subject) -> Curve:
-    """The peak against the microbatch, for each precision, with the budget."""
+    """The peak against the microbatch, for each precision, with the budget.
+
+    >>> from oomguard.api import find_subject
+    >>> subject, _ = find_subject(cell="lstm", seq=1000, budget="1GiB", device="t4")
+    >>> microbatch(subject).title
+    'Microbatches of up to 26 fit'
+    """
     found = by_precision(subject, "peak_bytes")
     series: list[Series] = []
     marks: list[Mark] = [budget_mark(subject)]
@@ -49,7 +57,13 @@ def _lines(name: str, found: Predicted, slot: int) -> list[Series]:
 
 
 def largest(subject: Subject, precision: str) -> int | None:
-    """The largest microbatch that fits; None if none does."""
+    """The largest microbatch that fits; None if none does.
+
+    >>> from oomguard.api import find_subject
+    >>> subject, _ = find_subject(cell="lstm", seq=1000, budget="1GiB", device="t4")
+    >>> largest(subject, "fp32")
+    26
+    """
     every = np.arange(1, min(subject.spec.batch, MOST) + 1)
     found = subject.predict(subject.vary(microbatch=every, precision=precision))
     return int(every[found.fits].max()) if found.fits.any() else None
@@ -60,6 +74,9 @@ def _finding(subject: Subject, found: dict[str, Predicted]) -> tuple[str, str]:
     budget, batch = format_bytes(subject.budget_bytes), subject.spec.batch
     best = {name: largest(subject, name.split()[0]) for name in found}
     first, size = next(iter(best.items()))
+    if not np.any(found[first].estimate.runs):
+        said = f"cuDNN takes at most {cudnn.MAX_STEPS:,} steps at once, whatever the memory"
+        return said, f"{said}: {times(subject.spec.steps, 'step')} need segments."
     if size == batch:
         title = f"The whole batch of {batch:,} fits in one pass"
     elif size is None:
@@ -67,8 +84,9 @@ def _finding(subject: Subject, found: dict[str, Predicted]) -> tuple[str, str]:
     else:
         title = f"Microbatches of up to {size:,} fit"
     words = [
-        (f"up to {one:,} sequences" if one is not None else "not even one sequence") + f" in {name}"
-        for name, one in best.items()
+        (f"up to {times(one, 'sequence')}" if one is not None else "not even one sequence")
+        + f" in {' and '.join(name for name in best if best[name] == one)}"
+        for one in dict.fromkeys(best.values())
     ]
     needs = format_bytes(int(found[first].safe_bytes[-1]))
     return title, (

@@ -16,7 +16,13 @@ SUFFIXES = (".png", ".html")
 
 
 def save_curves(curves: Sequence[Curve], path: str, heading: str = "Trade-offs", about: str = "") -> Path:
-    """Write curves: all of them to one .html page, the first to a .png picture. The file is there whole, or not."""
+    """Write curves: all of them to one .html page, the first to a .png picture. The file is there whole, or not.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     save_curves([], f"{directory}/curves.html").name
+    'curves.html'
+    """
     target = Path(path)
     suffix = target.suffix.lower()
     if suffix not in SUFFIXES:
@@ -30,7 +36,13 @@ def save_curves(curves: Sequence[Curve], path: str, heading: str = "Trade-offs",
 
 
 def to_png(curve: Curve) -> bytes:
-    """The curve as a picture."""
+    """The curve as a picture.
+
+    >>> from oomguard.api import find_subject
+    >>> from oomguard.curves.terms import timeline
+    >>> to_png(timeline(find_subject(cell="gru", seq=100, device="t4")[0]))[1:4]
+    b'PNG'
+    """
     from oomguard.curves.draw_matplotlib import figure
 
     buffer = io.BytesIO()
@@ -39,7 +51,13 @@ def to_png(curve: Curve) -> bytes:
 
 
 def to_mimebundle(curve: Curve) -> dict[str, Any]:
-    """What a notebook chooses from: Plotly's figure, or the same as a picture. Nothing is fetched from anywhere."""
+    """What a notebook chooses from: Plotly's figure, or the same as a picture. Nothing is fetched from anywhere.
+
+    >>> from oomguard.api import find_subject
+    >>> from oomguard.curves.terms import timeline
+    >>> [*to_mimebundle(timeline(find_subject(cell="gru", seq=100, device="t4")[0]))]
+    ['application/vnd.plotly.v1+json', 'image/png', 'text/plain']
+    """
     return {
         "application/vnd.plotly.v1+json": json.loads(curve.figure().to_json()),
         "image/png": base64.b64encode(to_png(curve)).decode(),

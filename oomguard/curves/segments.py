@@ -32,7 +32,13 @@ class Knee:
 
 
 def knee_of(found: Predicted) -> Knee:
-    """The knee of what is predicted for ever more segments, from 1 on."""
+    """The knee of what is predicted for ever more segments, from 1 on.
+
+    >>> from oomguard.api import find_subject
+    >>> subject, _ = find_subject(cell="lstm", seq=1000, budget="1GiB", device="t4")
+    >>> knee_of(sweep(subject)).segments
+    13
+    """
     peaks, seconds = np.asarray(found.peak_bytes), np.asarray(found.seconds_per_step)
     saved = peaks[0] - peaks
     row = int(np.argmax(saved >= ENOUGH * saved.max()))
@@ -46,13 +52,25 @@ def knee_of(found: Predicted) -> Knee:
 
 
 def sweep(subject: Subject, levels: int = 1) -> Predicted:
-    """All numbers of segments that are worth a look, from 1 on; with more levels, from where those are worth it."""
+    """All numbers of segments that are worth a look, from 1 on; with more levels, from where those are worth it.
+
+    >>> from oomguard.api import find_subject
+    >>> subject, _ = find_subject(cell="lstm", seq=1000, budget="1GiB", device="t4")
+    >>> sweep(subject).candidates.segments[:5].tolist()
+    [1, 2, 3, 4, 5]
+    """
     counts = [one for one in subject.segments if one >= LEVELS_FROM[levels]]
     return subject.predict(subject.vary(segments=counts, levels=levels, recompute=True, window=None))
 
 
 def segments(subject: Subject) -> Curve:
-    """Peak and time against the number of segments."""
+    """Peak and time against the number of segments.
+
+    >>> from oomguard.api import find_subject
+    >>> subject, _ = find_subject(cell="lstm", seq=1000, budget="1GiB", device="t4")
+    >>> segments(subject).question
+    'What do segments save, and what do they cost?'
+    """
     found = {1: sweep(subject)}
     most = int(found[1].candidates.segments[-1])
     if most >= 2 * LEVELS_FROM[2] and not subject.spec.bidirectional:

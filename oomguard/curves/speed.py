@@ -1,6 +1,7 @@
 """What is fast: throughput against the microbatch, and speed against memory."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,13 @@ NEAR = 0.9
 
 
 def throughput(subject: Subject) -> Curve:
-    """Throughput against the microbatch: predicted, and what was measured."""
+    """Throughput against the microbatch: predicted, and what was measured.
+
+    >>> from oomguard.api import find_subject
+    >>> subject, _ = find_subject(cell="lstm", seq=1000, budget="1GiB", device="t4")
+    >>> throughput(subject).title
+    'The larger the microbatch, the faster, up to the whole batch'
+    """
     found = by_precision(subject, "seconds_per_step")
     series = [one for slot, (name, some) in enumerate(found.items()) for one in _line(subject, name, some, slot)]
     series += _measured(subject)
@@ -97,7 +104,8 @@ def _near(found: Predicted) -> int:
 
 def _speed_marks(subject: Subject, found: Predicted, near: int) -> tuple[Mark, ...]:
     speeds = dict(zip(found.candidates.microbatch.tolist(), found.tokens_per_second.tolist(), strict=True))
-    marks = [Mark(text=f"{NEAR:.0%} of the highest speed", x=float(near), y=float(speeds[near]), side="above left")]
+    text, y = f"{NEAR:.0%} of the highest speed", float(speeds[near])
+    marks = [Mark(text=text, x=float(near), y=y, side="above left")] if 1 < near < subject.spec.batch else []
     return (*marks, *_plan_mark(subject, float(subject.candidate.microbatch)))
 
 
@@ -122,7 +130,13 @@ def _throughput_answer(subject: Subject, found: Predicted, near: int) -> str:
 
 
 def front(subject: Subject) -> Curve:
-    """Speed against memory: all candidates, and those that nothing beats in both."""
+    """Speed against memory: all candidates, and those that nothing beats in both.
+
+    >>> from oomguard.api import find_subject
+    >>> subject, _ = find_subject(cell="lstm", seq=1000, budget="1GiB", device="t4")
+    >>> front(subject).question
+    'What does speed cost in memory?'
+    """
     found = _everything(subject)
     peaks, speeds, fits = np.asarray(found.peak_bytes), found.tokens_per_second, np.asarray(found.fits)
     best = front_rows(peaks[fits], speeds[fits])
@@ -169,12 +183,11 @@ def _named_point(found: Predicted, row: int, side: Side) -> Mark:
 
 def _everything(subject: Subject) -> Predicted:
     """Microbatches, segments and precisions, with the candidate's other knobs."""
-    product = [*itertools.product(subject.precisions, subject.segments, subject.microbatches)]
+    counts = subject.segments if subject.candidate.window is None else [1]
+    product = [*itertools.product(subject.precisions, counts, subject.microbatches)]
     names, segments, rows = zip(*product, strict=True)
-    candidates = subject.vary(
-        precision=[*names], segments=[*segments], microbatch=[*rows], levels=1, recompute=True, window=None
-    )
-    return subject.predict(candidates)
+    shape: dict[str, Any] = {"segments": [*segments], "microbatch": [*rows], "levels": 1, "recompute": True}
+    return subject.predict(subject.vary(precision=[*names], **shape))
 
 
 def _cloud(name: str, found: Predicted, rows: "np.typing.NDArray[np.intp]", slot: int) -> Series:

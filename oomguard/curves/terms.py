@@ -12,7 +12,7 @@ from oomguard.estimate.allocator import reserved_bytes
 from oomguard.estimate.breakdown import estimate_step, step_moments
 from oomguard.estimate.moments import TERMS, Moments, evaluation_moments
 from oomguard.estimate.passes import border_bytes, stays_on_host
-from oomguard.plan.phrases import peak_words
+from oomguard.plan.phrases import peak_words, times
 from oomguard.tradeoffs.subject import Subject, with_seq
 from oomguard.units import format_bytes
 
@@ -26,7 +26,13 @@ SLOTS |= {"runtime": 6, "weights": 5, "gradients": 7, "loader": 8}
 
 
 def terms(subject: Subject) -> Curve:
-    """The terms of the peak, stacked, along the sequence length."""
+    """The terms of the peak, stacked, along the sequence length.
+
+    >>> from oomguard.api import find_subject
+    >>> subject, _ = find_subject(cell="lstm", seq=1000, budget="1GiB", device="t4")
+    >>> terms(subject).title
+    'Activations take 39% of the peak'
+    """
     lengths = np.unique(np.linspace(1, 2 * subject.spec.steps, LENGTHS).astype(int)).tolist()
     rows = {steps: found for steps in lengths if (found := _terms_at(subject, steps)) is not None}
     x = tuple(float(steps) for steps in rows)
@@ -37,13 +43,13 @@ def terms(subject: Subject) -> Curve:
     largest = max(TERMS, key=lambda term: here.terms[term])
     share = here.terms[largest] / here.total_bytes
     budget = axes.gib([subject.budget_bytes])[0]
-    close = budget < 4 * axes.gib([max(totals)])[0]
+    close = _in_sight(budget, axes.gib([max(totals)])[0])
     return Curve(
         name="terms",
         title=f"{largest.capitalize()} take {share:.0%} of the peak" if largest.endswith("s")
         else f"{largest.capitalize()} takes {share:.0%} of the peak",
         question="What fills the memory as sequences get longer?",
-        answer=f"At {asked:,} steps{pieces_phrase(subject.candidate)} and a microbatch of "
+        answer=f"At {times(asked, 'step')}{pieces_phrase(subject.candidate)} and a microbatch of "
         f"{subject.candidate.microbatch:,}, by arithmetic: {_largest_terms(here)}; {format_bytes(here.total_bytes)} in "
         "all.",
         x=axes.linear("Sequence length", "time steps", [x[-1] / 1.08]),
@@ -51,9 +57,14 @@ def terms(subject: Subject) -> Curve:
         series=_stack(x, columns, max(totals)),
         marks=(
             *([budget_mark(subject)] if close else []),
-            Mark(text=f"{asked:,} steps", x=float(asked), role="chosen" if subject.plan else "note"),
+            Mark(text=times(asked, "step"), x=float(asked), role="chosen" if subject.plan else "note"),
         ),
     )  # fmt: skip
+
+
+def _in_sight(budget: float, top: float) -> bool:
+    """Whether the budget can be drawn beside what is drawn."""
+    return 0.03 * top < budget < 4 * top
 
 
 def _terms_at(subject: Subject, steps: int) -> dict[str, int] | None:
@@ -88,7 +99,13 @@ def _area(name: str, x: tuple[float, ...], sizes: list[int], slot: int) -> Serie
 
 
 def timeline(subject: Subject) -> Curve:
-    """What is alive at each moment of a step, in the order in which they come."""
+    """What is alive at each moment of a step, in the order in which they come.
+
+    >>> from oomguard.api import find_subject
+    >>> subject, _ = find_subject(cell="lstm", seq=1000, budget="1GiB", device="t4")
+    >>> [word for _, word in timeline(subject).x.ticks]
+    ['before', 'forward', 'loss', 'head', 'layers', 'optimizer']
+    """
     moments, repeated = moments_in_order(subject)
     columns = {term: [found[term] for found in moments.values()] for term in TERMS}
     totals = {name: sum(found.values()) for name, found in moments.items()}
@@ -96,7 +113,7 @@ def timeline(subject: Subject) -> Curve:
     x = tuple(map(float, range(len(moments))))
     budget = axes.gib([subject.budget_bytes])[0]
     top = axes.gib([totals[peak]])[0]
-    close = budget < 4 * top
+    close = _in_sight(budget, top)
     names = tuple((float(place), _short(name)) for place, name in enumerate(moments))
     pieces = subject.candidate.segments
     return Curve(
@@ -130,6 +147,12 @@ def moments_in_order(subject: Subject) -> tuple[dict[str, dict[str, int]], tuple
     """The terms at every moment, and which of them (the first, the last) come once for every segment.
 
     In segments, a forward pass that keeps only border states comes first.
+
+    >>> from oomguard.api import find_subject
+    >>> subject, _ = find_subject(cell="lstm", seq=1000, segments=10, budget="1GiB", device="t4")
+    >>> moments, repeated = moments_in_order(subject)
+    >>> [*moments][:3], repeated
+    (['before', 'forward of all segments', 'forward'], (2, 5))
     """
     step, found = step_moments(subject.spec, subject.candidate, subject.place)
     standing = {name: found["optimizer"][name] if name in ("runtime", "weights", "optimizer") else 0 for name in TERMS}
@@ -164,11 +187,11 @@ def _rounded(subject: Subject, parts: dict[str, Any]) -> dict[str, int]:
 
 
 def _timeline_answer(subject: Subject, totals: dict[str, int], repeated: tuple[int, int] | None) -> str:
+    names = {"forward": "forward pass", "optimizer": "optimizer's step"}
     least = min((name for name in totals if name != "before"), key=lambda name: totals[name])
-    said = f"{format_bytes(totals['before'])} are there before a pass begins; the least busy moment is the " + (
-        f"{least} ({format_bytes(totals[least])})."
-        if least != "forward"
-        else f"forward pass ({format_bytes(totals[least])})."
+    said = (
+        f"{format_bytes(totals['before'])} are there before a pass begins; the least busy moment is the "
+        f"{names.get(least, least)} ({format_bytes(totals[least])})."
     )
     if repeated is not None:
         said += f" What is between the dotted lines comes once for each of {subject.candidate.segments:,} segments, "

@@ -32,6 +32,11 @@ def make_groups(subject: Subject, over: Over) -> list[Group]:
     """All candidates, spec by spec. Combinations that no candidate can have are left out.
 
     A value that is left out everywhere is an error: that of the first combination with it.
+
+    >>> from oomguard.api import find_subject
+    >>> subject, over = find_subject(cell="lstm", seq=1000, budget="1GiB", device="t4")
+    >>> [(one.spec.seq, len(one.candidates)) for one in make_groups(subject, {"seq": [2, 9], "segments": [1, 4]})]
+    [(2, 1), (9, 2)]
     """
     fields = {name: values for name, values in over.items() if name not in KNOBS}
     knobs = {name: values for name, values in over.items() if name in KNOBS}

@@ -20,7 +20,13 @@ from oomguard.tradeoffs.values import Over
 
 def make_subject(spec: Spec, place: Place, budget_bytes: int, evidence: Evidence, fixed: dict[str, Any]) -> Subject:
     """A model on a device, with what was measured of it. Knobs that are not fixed are as the plan has them (or as most
-    records do), otherwise as PyTorch would."""
+    records do), otherwise as PyTorch would.
+
+    >>> from oomguard.estimate.place import CPU
+    >>> subject = make_subject(Spec(cell="gru", seq=64, batch=6), CPU, 1 << 30, Evidence(), {"segments": 4})
+    >>> subject.candidate.microbatch, subject.candidate.segments
+    (6, 4)
+    """
     plan = _same_plan(evidence.plan, spec, place, budget_bytes)
     if plan is not None and not fixed:
         return subject_of(plan)
@@ -37,7 +43,13 @@ def make_subject(spec: Spec, place: Place, budget_bytes: int, evidence: Evidence
 
 
 def look_at(subject: Subject, over: Over) -> Subject:
-    """The subject, so that its curves show the values that were asked for."""
+    """The subject, so that its curves show the values that were asked for.
+
+    >>> from oomguard.api import find_subject
+    >>> subject, over = find_subject(cell="lstm", seq=1000, budget="1GiB", device="t4")
+    >>> look_at(subject, {"microbatch": [1, 32]}).microbatches
+    [1, 32]
+    """
     knobs = {name: values for name, values in over.items() if name in ("microbatch", "segments")}
     return replace(subject, over=knobs, precisions=tuple(over.get("precision", subject.precisions)))
 
@@ -93,7 +105,10 @@ def usual_over(subject: Subject, fixed: dict[str, Any]) -> Over:
 
 
 def check_apart(over: Over, fixed: dict[str, Any]) -> None:
-    """Raise if something both varies and is fixed."""
+    """Raise if something both varies and is fixed.
+
+    >>> check_apart({"microbatch": [1, 2]}, {"segments": 4})
+    """
     for name in over:
         if name in fixed:
             raise MisuseError(

@@ -69,7 +69,12 @@ def _from_path(path: Path) -> Evidence:
 
 
 def of_device(records: Sequence[Record], place: Place) -> tuple[Record, ...]:
-    """Those that were measured on such a device; raises if there are some, and none is."""
+    """Those that were measured on such a device; raises if there are some, and none is.
+
+    >>> from oomguard.estimate.place import CPU
+    >>> of_device([], CPU)
+    ()
+    """
     found = tuple(one for one in records if _is_on(one, place))
     if records and not found:
         titles = sorted({one.title or one.device for one in records})
@@ -93,7 +98,11 @@ def _is_on(record: Record, place: Place) -> bool:
 
 def usual_settings(records: Iterable[Record], spec: Spec) -> dict[str, Any]:
     """The settings (engine, threads, allocator, ...) that most records of a model have: what is not varied is like
-    them, so that what was measured is in the table."""
+    them, so that what was measured is in the table.
+
+    >>> usual_settings([], Spec(cell="gru", seq=10))
+    {}
+    """
     own = [one.candidate for one in records if same_model(one.spec, spec)]
     if not own:
         return {}

@@ -10,7 +10,13 @@ from oomguard.files import replace_content
 
 
 def save_table(table: pd.DataFrame, path: Path) -> Path:
-    """Write the table as .csv or .parquet."""
+    """Write the table as .csv or .parquet.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     save_table(pd.DataFrame({"microbatch": [1]}), Path(directory) / "table.csv").read_text()
+    'microbatch\\n1\\n'
+    """
     if path.suffix.lower() == ".csv":
         return write_file(path, table.to_csv(index=False).encode())
     buffer = io.BytesIO()
@@ -19,7 +25,13 @@ def save_table(table: pd.DataFrame, path: Path) -> Path:
 
 
 def write_file(path: Path, content: bytes) -> Path:
-    """Write a file: it is there whole, or as it was before."""
+    """Write a file: it is there whole, or as it was before.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     write_file(Path(directory) / "new" / "x.csv", b"1").read_bytes()
+    b'1'
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_content(path, content)

@@ -147,7 +147,12 @@ class Subject:
 
 
 def subject_of(plan: Plan) -> Subject:
-    """What a plan is about."""
+    """What a plan is about.
+
+    >>> from oomguard.api import find_feasible_config
+    >>> subject_of(find_feasible_config(cell="gru", seq=100, device="t4")).precisions
+    ('fp32', 'fp16')
+    """
     turned = {"fp32", plan.candidate.precision, *(one.candidate.precision for one in plan.records)}
     place = plan.where.place
     known = card_precisions(place) if place.cuda and "precision" in plan.allow else ()
@@ -176,5 +181,11 @@ def card_precisions(place: Place) -> tuple[str, ...]:
 
 
 def with_seq(subject: Subject, steps: int) -> Spec:
-    """The subject's spec with sequences of so many steps, as if all were so long."""
+    """The subject's spec with sequences of so many steps, as if all were so long.
+
+    >>> from oomguard.estimate.place import CPU
+    >>> spec = Spec(cell="gru", lengths={10: 5})
+    >>> with_seq(Subject(spec=spec, place=CPU, budget_bytes=1, candidate=Candidate(microbatch=32)), 99).seq
+    99
+    """
     return msgspec.structs.replace(subject.spec, seq=steps, lengths=None)
