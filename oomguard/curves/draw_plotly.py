@@ -45,8 +45,16 @@ def _layout(curve: Curve, look: Look, *, titled: bool) -> dict[str, Any]:
         "font": {"family": FONT, "size": 13, "color": look.ink},
         "hoverlabel": {"bgcolor": look.paper, "bordercolor": look.grid, "font": {"family": FONT, "color": look.ink}},
         "hovermode": "closest",
+        "modebar": {"orientation": "v", "bgcolor": "rgba(0,0,0,0)"},  # beside the title, not on it
         "margin": {"l": 62, "r": 20, "t": _title_height(curve) if titled else 26, "b": 56},
-        "legend": {"orientation": "h", "x": 0, "y": -0.22, "yanchor": "top", "bgcolor": "rgba(0,0,0,0)"},
+        "legend": {
+            "orientation": "h",
+            "x": 0,
+            "yref": "container",
+            "y": 0,
+            "yanchor": "bottom",
+            "bgcolor": "rgba(0,0,0,0)",
+        },
         "xaxis": _axis(curve.x, look) | {"anchor": "y2" if two else "y"},
         "yaxis": _axis(curve.y, look) | {"domain": UPPER if two else (0, 1), "anchor": "x"},
     }
