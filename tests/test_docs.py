@@ -3,6 +3,7 @@
 import doctest
 import importlib.util
 import inspect
+import io
 import re
 import shlex
 from pathlib import Path
@@ -12,10 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
+from plan.making import measured
 from plans import plan_of
+from rich.console import Console
 
 import oomguard
 from oomguard.cli import app, run
+from oomguard.report.plan import show_result
+from oomguard.units import format_bytes, parse_bytes
 
 ROOT = Path(__file__).parents[1]
 COMMAND: Any = typer.main.get_command(app)
@@ -137,19 +142,23 @@ def test_the_screen_of_a_plan_is_that_of_the_command_above_it(pictures: ModuleTy
     given = parsed(pictures.PLAN)
     title = f"Plan for {given['model']} 64 → 256 × 2 layers, T = {int(given['seq']):,}, batch 32 on cpu"
     assert screen[0] == title
-    assert f"of {oomguard.units.format_bytes(oomguard.units.parse_bytes(given['budget']))}" in " ".join(screen)
+    assert f"of {format_bytes(parse_bytes(given['budget']))}" in " ".join(screen)
     assert max(map(len, screen)) <= 80
 
 
-def test_the_screen_of_a_plan_has_the_words_that_a_plan_has_now(
-    pictures: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = oomguard.find_feasible_config(cell="lstm", seq=10_000, device="t4", budget="2GiB")
-    shown = " ".join(shape(screen_of(msgspec.structs.replace(measured(plan), fallbacks=plan.fallbacks))))
-    words = " ".join(shape("\n".join(pictures.block_in(README, "plan").splitlines()[2:-1])))
-    for sentence in ("Plain PyTorch would need # B:", "# probes in", "Estimate # B by arithmetic, expected # B"):
-        assert sentence in shown
-        assert sentence in words
+def test_the_screen_of_a_plan_has_the_words_that_a_plan_has_now(pictures: ModuleType) -> None:
+    console = Console(file=io.StringIO(), width=80, highlight=False, markup=False, record=True)
+    show_result(measured(), Path("plan.json"), console)
+    now, stored = (" ".join(shape(text)) for text in (console.export_text(), pictures.block_in(README, "plan")))
+    for words in (
+        "(measured, # pass at full length), # s a step, # sequences/s.",
+        "Plain PyTorch would need # B: it",
+        "# probes in # min # s, none ran out of memory; the search ended since",
+        "Estimate # B by arithmetic, expected # B (margin # B) after calibration, measured # B.",
+        "Written to plan.json. Everything about it: oomguard show plan.json",
+    ):
+        assert words in now
+        assert words in stored
 
 
 def test_the_picture_is_of_the_curve_that_the_command_draws(pictures: ModuleType) -> None:

@@ -30,7 +30,7 @@ def source_of(cell: dict[str, Any]) -> str:
 
 
 def test_they_are_all_there() -> None:
-    assert [path.stem for path in NOTEBOOKS] == ["1_estimate_by_hand", "3_plan_and_train"]
+    assert [path.stem for path in NOTEBOOKS] == ["1_estimate_by_hand", "2_tradeoff_curves", "3_plan_and_train"]
 
 
 @pytest.mark.timeout(300)
