@@ -1,8 +1,8 @@
 """Make what the README shows: the screen of a plan, and the picture of a curve.
 
-    python docs/make_pictures.py [plan] [curve]
+    python docs/make_pictures.py [--only plan|curve]
 
-Without a name both. The plan's screen is text between two marks of README.md, as a real search prints it (a minute and
+The plan's screen is text between two marks of README.md, as a real search prints it (a minute and
 a half on a quiet machine of two cores); the curve is docs/segments.png, by arithmetic, with its title between marks.
 """
 
@@ -74,8 +74,9 @@ def with_block(text: str, name: str, block: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", choices=[*BLOCKS, []], help="plan, curve (both)")
-    for name in parser.parse_args().names or BLOCKS:
+    parser.add_argument("--only", choices=[*BLOCKS], help="one of the two (both)")
+    only = parser.parse_args().only
+    for name in [only] if only else BLOCKS:
         block = BLOCKS[name]()
         README.write_text(with_block(README.read_text(encoding="utf-8"), name, block), encoding="utf-8")
         print(block)
