@@ -42,7 +42,7 @@ def test_the_screen_has_the_front_fastest_first(capsys: pytest.CaptureFixture[st
     rows = [re.split(r"\s{2,}", line.strip()) for line in said.splitlines() if re.match(r"\s+\d+ ", line)]
     speeds = [int(row[-1].replace(",", "")) for row in rows]
     assert speeds == sorted(speeds, reverse=True)
-    assert rows[0][:3] == ["64", "1", "1"]
+    assert rows[0][:2] == ["64 × 1", "1"]
     assert len(rows) <= 14
 
 
@@ -111,6 +111,16 @@ def test_a_plan_gives_model_device_budget_and_what_was_measured(
     words = "tradeoffs --model lstm --seq 4000 --budget 600MiB --over segments=1,16 --json --ledger"
     (_, row) = json.loads(output(capsys, words, str(tmp_path)))["rows"]
     assert (row["verdict"], row["measured_peak_bytes"]) == ("FITS", plan().peak_bytes)
+
+
+def test_what_was_measured_is_on_the_screen_even_among_many_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(oomguard.save_plan(plan(), tmp_path / "plan.json"))
+    said = output(capsys, "tradeoffs --over segments=1..64 --over microbatch=1..32 --budget 20GiB --plan", path)
+    (line,) = [line for line in said.splitlines() if line.endswith("FITS")]
+    assert line.split()[:4] == ["16", "32", "×", "1"]
+    assert "and what was measured" in said.replace("\n", " ")
 
 
 def test_nothing_that_fits_is_exit_code_1_and_says_what_is_least(capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,10 +56,13 @@ def pieces_phrase(candidate: Candidate) -> str:
 
     >>> pieces_phrase(Candidate(microbatch=1)), pieces_phrase(Candidate(microbatch=1, segments=1024))
     ('', ' with 1,024 segments')
+    >>> pieces_phrase(Candidate(microbatch=1, segments=4, recompute=False))
+    ' with 4 segments that keep all'
     """
     if candidate.window is not None:
         return f" with a window of {candidate.window:,} steps"
-    return f" with {candidate.segments:,} segments" if candidate.segments > 1 else ""
+    kept = "" if candidate.recompute else " that keep all"
+    return f" with {candidate.segments:,} segments{kept}" if candidate.segments > 1 else ""
 
 
 def measured_peaks(subject: Subject, knob: str, fixed: Iterable[str]) -> list[Series]:

@@ -126,7 +126,7 @@ def _throughput_answer(subject: Subject, found: Predicted, near: int) -> str:
     )
     if not subject.calibrated:
         return said + " Nothing has been measured: proportions say more than the figures themselves."
-    return said + f" The fastest is predicted at {figure(float(speeds.max()))} tokens/s."
+    return said + f" The fastest is predicted at {figure(float(speeds.max()))} tokens/s, if nothing else runs."
 
 
 def front(subject: Subject) -> Curve:

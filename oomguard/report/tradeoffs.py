@@ -127,6 +127,9 @@ def _sections(subject: Subject, over: Over, table: pd.DataFrame) -> list[Section
     front = front_of(table).iloc[::-1]
     picked = front.iloc[[*dict.fromkeys(round(i * (len(front) - 1) / (MOST_LINES - 1)) for i in range(MOST_LINES))]]
     some = f" ({len(picked)} of {len(front)} rows)" if len(picked) < len(front) else ""
+    known = table[table["verdict"].notna()].index.difference(picked.index)
+    picked = table.loc[[*picked.index, *known]].sort_values("tokens_per_second", ascending=False, kind="stable")
+    some += ", and what was measured" if len(known) else ""
     return [
         head,
         Section(title=f"The front, fastest first: nothing else is faster with less{some}", table=_lines(over, picked)),
@@ -137,12 +140,10 @@ def _lines(over: Over, rows: pd.DataFrame) -> Table:
     """Rows as a terminal shows them: what varies, what it costs, what it brings, what was measured."""
     measured = bool(rows["verdict"].notna().any())
     names = [name for name in over if len(over[name]) > 1] or ["microbatch"]
-    if "microbatch" in names:
-        names.insert(names.index("microbatch") + 1, "accumulation")
     header = [*names, "peak", "with margin", "a step", "tokens/s", *(["measured", "verdict"] if measured else [])]
     cells = []
     for _, row in rows.iterrows():
-        said = [_word(row[name]) for name in names]
+        said = [_rows(row) if name == "microbatch" else _word(row[name]) for name in names]
         said += [format_bytes(row["peak_bytes"]), format_bytes(row["peak_bytes"] + row["margin_bytes"])]
         said += [format_seconds(row["seconds_per_step"]), figure(row["tokens_per_second"])]
         if measured:
@@ -152,6 +153,10 @@ def _lines(over: Over, rows: pd.DataFrame) -> Table:
     words = [name for name in names if name in KNOBS and isinstance(over.get(name, [0])[0], str)]
     align = "".join("l" if name in words or name == "verdict" else "r" for name in header)
     return Table(header=tuple(header), rows=tuple(cells), align=align)
+
+
+def _rows(row: Any) -> str:
+    return f"{row['microbatch']:,} × {row['accumulation']:,}"
 
 
 def _word(value: Any) -> str:
