@@ -6,7 +6,7 @@ PY := .venv/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet -c constraints.txt
 DEMO := estimate --model lstm --seq 10000
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test lint format notebooks bench clean
 
 # Exit code 1 is an answer too: it does not fit.
 demo: .venv/demo.stamp
@@ -24,6 +24,10 @@ lint: .venv/dev.stamp
 format: .venv/dev.stamp
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+
+# Executes the notebooks and stores them with their outputs. (`make test` executes them too, and stores nothing.)
+notebooks: .venv/dev.stamp
+	$(PY) notebooks/run.py
 
 # Measures 20 new rows, up to a minute and a half each, then compares. The last five, about searches and plans, take
 # more than an hour together; each can be run by itself, and smaller (see --help).

@@ -196,6 +196,11 @@ def guard(plan: "Plan", *, device: str | None = None, events: str | None = None)
     """What keeps a loop of your own within memory: `with oomguard.guard(plan) as guard`. See `Guard` for an example.
 
     `device` is the plan's unless it is given; `events` is a file to which every change is appended as a JSON line.
+
+    >>> plan = find_feasible_config(cell="gru", seq=8, hidden=8, batch=4, device="t4")
+    >>> with guard(plan, device="cpu") as kept:
+    ...     kept.rung, kept.rows
+    (0, 4)
     """
     from oomguard.device import open_device
     from oomguard.guard.guard import Guard
@@ -255,6 +260,14 @@ def predict(
     The data has the form it was trained on, and is read as it was then, unless `options` (fields of `DataOptions`) say
     otherwise. Numbers are in the units of the targets; of classes it is the likeliest, or the `probabilities` of all.
     Into `output` (.npy or .csv) they are streamed; otherwise they come as an array, padded with NaN or -100.
+
+    >>> import tempfile, warnings
+    >>> plan = find_feasible_config(cell="gru", seq=8, features=2, hidden=8, batch=4, threads=1, max_probes=1)
+    >>> numbers = np.random.default_rng(0).normal(size=(40, 8, 3)).astype(np.float32)
+    >>> with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings(action="ignore"):
+    ...     result = train(plan, numbers, validation=0, run=directory)
+    ...     predict(directory, numbers[:5]).shape
+    (5, 8, 1)
     """
     from oomguard.data.options import DataOptions
     from oomguard.train.predict import Wanted, run_prediction

@@ -54,7 +54,9 @@ from oomguard.typed import (
     read_table,
 )
 from oomguard.usage import (
+    DEVICES_HELP,
     ESTIMATE_HELP,
+    HELP,
     PLAN_HELP,
     PREDICT_HELP,
     PROBE_HELP,
@@ -80,7 +82,7 @@ CARDS = Flag("cards", "", "The cards that --device takes by name.")
 app = typer.Typer(
     name="oomguard",
     cls=Group,
-    help="Train LSTM, GRU and RNN models on long sequences without running out of memory.",
+    help=HELP,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,  # what should not happen is shown plainly (__main__.py)
@@ -260,7 +262,7 @@ def _show(*, plan: str, html: str | None = None, json: bool = False, **values: A
     return Answer(plan_json(found) if json else _screen(lambda console: show_plan(found, sequences, console)))
 
 
-@app.command("devices", cls=Command, help="Show what memory this process may use here, and who says so.")
+@app.command("devices", cls=Command, help=DEVICES_HELP)
 @with_flags(Output=[CARDS, JSON])
 def _devices(*, cards: bool = False, json: bool = False, **_: Any) -> Answer:
     from oomguard.device.survey import survey

@@ -5,7 +5,15 @@ from typing import Any
 
 
 class OomguardError(Exception):
-    """Every error that oomguard raises on purpose."""
+    """Every error that oomguard raises on purpose.
+
+    >>> import oomguard
+    >>> try:
+    ...     oomguard.Spec(cell="lstm", seq=0)
+    ... except oomguard.OomguardError as error:
+    ...     print(error)
+    --seq must be a whole number from 1 to 1,000,000,000, but got 0. Give --seq a number in that range.
+    """
 
 
 class MisuseError(OomguardError, ValueError):

@@ -180,6 +180,8 @@ class AsTyped:
         params = super().get_params(context)  # type: ignore[misc]
         for param in params:
             param._runtime_param = self
+            if getattr(param, "is_flag", False):
+                param.metavar = ""  # of a switch, the help would say <bool>
         return params
 
     def coerce(self, value: Any, **_: Any) -> Any:
@@ -189,6 +191,12 @@ class AsTyped:
 
 class Command(AsTyped, TyperCommand):
     """A subcommand."""
+
+    def get_help_option(self, context: Any) -> Any:
+        """`--help`, in the last panel: otherwise it would have the first one to itself."""
+        option: Any = super().get_help_option(context)
+        option.rich_help_panel = "Output"
+        return option
 
 
 class Group(AsTyped, TyperGroup):
@@ -253,6 +261,7 @@ def _completion(one: Flag) -> Callable[[str], list[str]]:
 
             choices = ["cpu", "cuda", *gpus.names()]
         before, comma, word = incomplete.rpartition(",") if one.kind == "LIST" else ("", "", incomplete)
-        return [before + comma + choice for choice in choices if choice.startswith(word)]
+        new = [choice for choice in choices if choice not in before.split(",")]
+        return [before + comma + choice for choice in new if choice.startswith(word)]
 
     return complete

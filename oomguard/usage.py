@@ -6,8 +6,29 @@ from oomguard.checks import nearest, shown
 from oomguard.errors import MisuseError
 from oomguard.presets import PRESETS
 
+
+def flowing(text: str) -> str:
+    """A help text whose paragraphs the terminal breaks where it ends; lists stay as they are.
+
+    >>> flowing("One\\nsentence.\\n\\n- a\\n- b")
+    'One sentence.\\n\\n- a\\n- b'
+    """
+    return "\n\n".join(one if one.startswith("- ") else one.replace("\n", " ") for one in text.split("\n\n"))
+
+
+# examples are short enough for a terminal of 80 columns; the tests parse them all, and run what is cheap
+HELP = flowing("""\
+Train LSTM, GRU and RNN models on long sequences without running out of memory.
+
+[bold]Start here[/bold]
+
+- oomguard estimate --model lstm --seq 10000 [dim]  will it fit?[/dim]
+- oomguard plan --model lstm --seq 10000 [dim]      what should I run?[/dim]
+- oomguard train plan.json --data FILE [dim]        run it[/dim]""")
+
 PRESET_LINES = "\n".join(f"- [bold]{name}[/bold]: {sentence}" for name, (sentence, _) in PRESETS.items())
-ESTIMATE_HELP = f"""Predict the peak memory of one candidate by arithmetic: no run, no GPU, no torch.
+ESTIMATE_HELP = flowing(f"""\
+Predict the peak memory of one candidate by arithmetic: no run, no GPU, no torch.
 
 [bold]Examples[/bold]
 
@@ -19,9 +40,12 @@ ESTIMATE_HELP = f"""Predict the peak memory of one candidate by arithmetic: no r
 
 {PRESET_LINES}
 
-Flags override a preset and a spec file; --no-packed and the like turn a switch of theirs off."""
+Flags override a preset and a spec file; --no-packed and the like turn a switch of theirs off.
 
-PROBE_HELP = """Run one candidate for a few real steps in a child process, and print its record beside its estimate.
+Exit codes: 0 it fits, 1 it does not, 2 the question was wrong.""")
+
+PROBE_HELP = flowing("""\
+Run one candidate for a few real steps in a child process, and print its record beside its estimate.
 
 The child is held to the budget: a candidate that is too large ends in a verdict, not in a crash.
 
@@ -29,9 +53,12 @@ The child is held to the budget: a candidate that is too large ends in a verdict
 
 - oomguard probe --model lstm --seq 2000 --batch 8
 - oomguard probe --model gru --seq 10000 --segments 50 --threads 1
-- oomguard probe --model spec.toml --device cuda --precision bf16 --budget 6GiB --json"""
+- oomguard probe --model spec.toml --device cuda --precision bf16 --json
 
-PLAN_HELP = """Find the fastest candidate that fits by a few real probes, and write it down as a plan with its evidence.
+Exit codes: 0 it fits, 1 it does not, 2 the question was wrong.""")
+
+PLAN_HELP = flowing("""\
+Find the fastest candidate that fits by a few real probes, and write it down as a plan with its evidence.
 
 Probes run in child processes that are held to the budget. Ctrl-C ends the search with the best plan known then.
 For a card that is not here, the plan is made by arithmetic alone.
@@ -39,54 +66,68 @@ For a card that is not here, the plan is made by arithmetic alone.
 [bold]Examples[/bold]
 
 - oomguard plan --model lstm --seq 10000
-- oomguard plan --preset char-lm --device cuda --budget 6GiB --maximize throughput,seq
-- oomguard plan --model spec.toml --lengths lengths.csv --allow none --ledger runs/ --output long.json
+- oomguard plan --preset char-lm --device a100-80gb --maximize throughput,seq
+- oomguard plan --model spec.toml --lengths lengths.csv --ledger runs
 
-Exit codes: 0 there is a plan, 1 nothing fits (and what would help is said), 2 the question was wrong."""
+Exit codes: 0 there is a plan, 1 nothing fits (and what would help is said), 2 the question was wrong.""")
 
-TRADEOFFS_HELP = """Show what each setting costs in memory and brings in speed: a table, curves, or a page of them.
+TRADEOFFS_HELP = flowing("""\
+Show what each setting costs in memory and brings in speed: a table, curves, or a page of them.
 
 By arithmetic, for any device; with a plan or a ledger, calibrated by what was measured. Without --over it varies
 microbatch, segments and precision. A range is 1..64 (all), 1..64*2 (doublings) or 100..1000+100 (steps).
 
 [bold]Examples[/bold]
 
-- oomguard tradeoffs --model lstm --seq 10000 --over microbatch=1..64 --over segments=1,4,16 --device a100-80gb
+- oomguard tradeoffs --model lstm --seq 10000 --device a100-80gb
 - oomguard tradeoffs --plan plan.json --output tradeoffs.html
-- oomguard tradeoffs --model gru --over seq=1000..64000*2 --budget 6GiB --output region.png --curve region
+- oomguard tradeoffs --model gru --over seq=1000..64000*2 --over segments=1,16
 
-Exit codes: 0 something fits, 1 nothing does, 2 the question was wrong."""
+Exit codes: 0 something fits, 1 nothing does, 2 the question was wrong.""")
 
-SHOW_HELP = """Explain a plan: what was chosen and why, what it rests on, what to expect, what to fall back to.
+SHOW_HELP = flowing("""\
+Explain a plan: what was chosen and why, what it rests on, what to expect, what to fall back to.
 
 [bold]Examples[/bold]
 
 - oomguard show plan.json
 - oomguard show plan.json --html report.html --sequences 50000
-- oomguard show plan.json --json"""
+- oomguard show plan.json --json""")
 
-TRAIN_HELP = """Execute a plan on data. If memory gets tight, the guard falls back a rung and loses nothing by it.
+TRAIN_HELP = flowing("""\
+Execute a plan on data. If memory gets tight, the guard falls back a rung and loses nothing by it.
 
 The process starts again by itself with the allocator settings that the plan asks for. Ctrl-C ends it after the step,
 with a checkpoint. Several processes train together if torchrun starts them.
 
 [bold]Examples[/bold]
 
-- oomguard train plan.json --data prices.csv --target close --epochs 20 --schedule cosine --lr 0.002
-- oomguard train plan.json --data book.txt --steps 10000 --clip 1 --run runs/book --save-every 5min
-- oomguard train plan.json --data book.txt --steps 10000 --clip 1 --run runs/book --resume
+- oomguard train plan.json --data prices.csv --target close --epochs 20
+- oomguard train plan.json --data book.txt --steps 9000 --run book
+- oomguard train plan.json --data book.txt --steps 9000 --run book --resume
 - torchrun --nproc-per-node 2 -m -- oomguard train plan.json --data waves.npy
 
-Exit codes: 0 it is trained, 1 memory ran out on the last rung (there is a checkpoint), 2 the question was wrong."""
+Exit codes: 0 it is trained, 1 memory ran out on the last rung (there is a checkpoint), 2 the question was wrong.""")
 
-PREDICT_HELP = """Let the model of a run (its best by validation, otherwise its last) predict, sequence by sequence.
+PREDICT_HELP = flowing("""\
+Let the model of a run (its best by validation, otherwise its last) predict, sequence by sequence.
 
 The data has the form of the training data and is read as it was then, unless flags say otherwise.
 
 [bold]Examples[/bold]
 
 - oomguard predict runs/lstm-1000 --data new.csv --output predictions.csv
-- oomguard predict runs/book --data more.txt --probabilities --output next.npy"""
+- oomguard predict book --data more.txt --probabilities
+- oomguard predict book --data more.txt --device cpu --output next.npy""")
+
+DEVICES_HELP = flowing("""\
+Show what memory this process may use here, and who says so.
+
+[bold]Examples[/bold]
+
+- oomguard devices
+- oomguard devices --cards
+- oomguard devices --json""")
 
 
 def usage_error(error: Any, words: list[str]) -> MisuseError:

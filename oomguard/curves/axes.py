@@ -28,10 +28,15 @@ def linear(label: str, unit: str, values: Iterable[float]) -> Axis:
     ['0', '2,000', '4,000', '6,000']
     """
     high = max(1.12 * max(values), 1e-9)
-    power = 10.0 ** math.floor(math.log10(high / 4))
-    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if high / (factor * power) <= 6)
+    step = _step(high)
     ticks = tuple((count * step, f"{count * step:,.6g}") for count in range(int(high / step) + 1))
     return Axis(label=label, unit=unit, low=0.0, high=high, ticks=ticks)
+
+
+def _step(span: float) -> float:
+    """A round number of which four to six make up the span."""
+    power = 10.0 ** math.floor(math.log10(span / 4))
+    return next(factor * power for factor in (1, 2, 2.5, 5, 10) if span / (factor * power) <= 6)
 
 
 def logarithmic(label: str, unit: str, values: Iterable[float], *, base: int = 10, pad: float = 1.08) -> Axis:
@@ -41,6 +46,8 @@ def logarithmic(label: str, unit: str, values: Iterable[float], *, base: int = 1
     ['1', '2', '4', '8', '16', '32']
     >>> [word for _, word in logarithmic("Sequence length", "steps", [1000, 20_000]).ticks]
     ['1k', '2k', '5k', '10k', '20k']
+    >>> [word for _, word in logarithmic("Peak", "GiB", [0.33, 0.46]).ticks]
+    ['0.35', '0.4', '0.45']
     """
     some = [*values]
     low, high = min(some) / pad, max(some) * pad
@@ -49,7 +56,10 @@ def logarithmic(label: str, unit: str, values: Iterable[float], *, base: int = 1
     inside = [one for one in ticks if low <= one <= high]
     if len(inside) > MOST_TICKS and base == 10:
         inside = [one for one in inside if math.isclose(math.log10(one) % 1, 0, abs_tol=1e-9)]
-    inside = inside[:: math.ceil(len(inside) / MOST_TICKS)]
+    if len(inside) < 2 and base == 10:  # a narrow range, which hardly bends
+        step = _step(high - low)
+        inside = [count * step for count in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    inside = inside[:: math.ceil(len(inside) / MOST_TICKS) or 1]
     words = tuple((one, f"{one:,.0f}" if base == 2 and one >= 1 else short(one)) for one in inside)
     return Axis(label=label, unit=unit, low=low, high=high, log=True, ticks=words)
 

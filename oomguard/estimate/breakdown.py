@@ -22,7 +22,15 @@ from oomguard.spec import Spec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """The predicted peak of a candidate. Every figure is an int, or an array for an array of candidates."""
+    """The predicted peak of a candidate. Every figure is an int, or an array for an array of candidates.
+
+    >>> import oomguard
+    >>> found = oomguard.estimate(cell="lstm", seq=10_000, device="t4")
+    >>> found.fits, found.moment, max(found.terms, key=found.terms.get)
+    (True, 'backward of the layers', 'activations')
+    >>> found.total_bytes == sum(found.terms.values())
+    True
+    """
 
     total_bytes: Count
     """The peak: resident bytes of the process (CPU), what the card would show for it (CUDA)."""

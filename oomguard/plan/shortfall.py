@@ -70,7 +70,15 @@ class Shortfall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NothingFitsError(OomguardError):
-    """There is no plan: not even the smallest candidate fits. `shortfall` has the figures."""
+    """There is no plan: not even the smallest candidate fits. `shortfall` has the figures.
+
+    >>> import oomguard
+    >>> try:
+    ...     oomguard.find_feasible_config(cell="lstm", seq=10_000, hidden=4096, device="t4", budget="2GiB")
+    ... except oomguard.NothingFitsError as error:
+    ...     print(error.shortfall.term, error.shortfall.needed_bytes > 2 << 30)
+    weights True
+    """
 
     def __init__(self, shortfall: Shortfall) -> None:
         super().__init__(shortfall.message)

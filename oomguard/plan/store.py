@@ -26,7 +26,14 @@ SCHEMA = Path(__file__).with_name("schema.json")
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> Path:
-    """Write the plan: the file is there whole, or as it was before."""
+    """Write the plan: the file is there whole, or as it was before.
+
+    >>> import oomguard, tempfile
+    >>> plan = oomguard.find_feasible_config(cell="gru", seq=1000, device="t4")
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     save_plan(plan, f"{directory}/gru/plan.json").name
+    'plan.json'
+    """
     target = Path(path)
     text = msgspec.json.format(msgspec.json.encode(plan), indent=2) + b"\n"
     try:
@@ -42,7 +49,14 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> Path:
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
-    """Read a plan, and check that nothing in it contradicts anything else."""
+    """Read a plan, and check that nothing in it contradicts anything else.
+
+    >>> import oomguard, tempfile
+    >>> plan = oomguard.find_feasible_config(cell="gru", seq=1000, device="t4")
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     load_plan(save_plan(plan, f"{directory}/plan.json")) == plan
+    True
+    """
     source = Path(path)
     try:
         if source.stat().st_size > MAX_FILE_BYTES:

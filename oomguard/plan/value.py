@@ -213,6 +213,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """What to run, why, and what to fall back to.
 
     `oomguard show` and a notebook explain it; `oomguard.load_plan` reads it back, and checks it.
+
+    >>> import oomguard
+    >>> plan = oomguard.find_feasible_config(cell="lstm", seq=100_000, device="t4")
+    >>> plan.plain.fits, plan.peak_bytes <= plan.budget_bytes, plan.confirmed
+    (False, True, False)
+    >>> plan.fallbacks[0].expected.peak_bytes < plan.peak_bytes
+    True
     """
 
     version: Literal[1] = 1

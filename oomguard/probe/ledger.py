@@ -20,8 +20,16 @@ RECORDS = "records.jsonl"
 class Ledger:
     """A file of records. Its directories are made; a file that is there is continued.
 
-    >>> Ledger("/tmp/oomguard-has-never-been-here/ledger.jsonl").read()
-    []
+    >>> import oomguard, tempfile
+    >>> asked = {"spec": oomguard.Spec(cell="gru", seq=20), "candidate": oomguard.Candidate(microbatch=32)}
+    >>> found = {"device": "cpu", "engine": "native", "budget_bytes": 300 << 20, "started": "2026-01-31T12:00:00"}
+    >>> refused = {"verdict": oomguard.Verdict.OOM, "message": "An allocation was refused.", "seconds": 1.5}
+    >>> record = Record(**asked, **found, **refused)  # what a probe of `Runner` gives
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     ledger = Ledger(f"{directory}/records.jsonl")
+    ...     ledger.append(record)
+    ...     ledger.read() == [record]
+    True
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

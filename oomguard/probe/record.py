@@ -107,7 +107,18 @@ class Answer(Measured, frozen=True, kw_only=True):
 
 
 class Record(Measured, frozen=True, kw_only=True):
-    """The frozen result of a probe. Checked at birth; goes through JSON and back unchanged."""
+    """The frozen result of a probe. Checked at birth; goes through JSON and back unchanged.
+
+    `oomguard.probe` makes them; this one is made by hand, since it is of a probe that ran out of memory.
+
+    >>> asked = {"spec": Spec(cell="gru", seq=20), "candidate": Candidate(microbatch=32), "device": "cpu"}
+    >>> found = {"engine": "native", "budget_bytes": 300 << 20, "started": "2026-01-31T12:00:00", "seconds": 1.5}
+    >>> record = Record(verdict=Verdict.OOM, message="An allocation was refused.", **asked, **found)
+    >>> record.verdict.ran, record.peak_bytes, record.verdict.advice.partition(":")[0]
+    (False, None, 'Memory ran out')
+    >>> msgspec.json.decode(msgspec.json.encode(record), type=Record) == record
+    True
+    """
 
     spec: Spec
     """What was to be trained."""

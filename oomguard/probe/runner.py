@@ -50,8 +50,11 @@ class Runner:
 
     The budget is what the device leaves free when a probe begins, unless it is given one. Threads wait for each other.
 
-    >>> Runner("cpu").pid is None
-    True
+    >>> spec = Spec(cell="gru", seq=20, hidden=8, batch=2)
+    >>> with Runner("cpu") as runner:
+    ...     records = [runner.probe(spec, Candidate(microbatch=2, segments=pieces), steps=1) for pieces in (1, 4)]
+    >>> [record.verdict.name for record in records], runner.pid
+    (['FITS', 'FITS'], None)
     """
 
     def __init__(self, device: str = "cpu", *, timeout: float = TIMEOUT_SECONDS, seconds: float = 3.0) -> None:

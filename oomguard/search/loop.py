@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
-from optuna.samplers import BaseSampler, RandomSampler
-from optuna.trial import FrozenTrial, Trial, TrialState
+
+with warnings.catch_warnings():  # in a notebook tqdm, which Optuna imports, warns that it has no widgets: nobody asked
+    warnings.filterwarnings("ignore", message="IProgress not found")
+    import optuna
+    from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+    from optuna.samplers import BaseSampler, RandomSampler
+    from optuna.trial import FrozenTrial, Trial, TrialState
 
 from oomguard.candidate import Allocator, Engine, Keep, Precision, Update
 from oomguard.device.proc import read_status
