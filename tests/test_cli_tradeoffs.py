@@ -93,7 +93,7 @@ def test_a_page_has_all_curves_and_needs_no_network(tmp_path: Path, capsys: pyte
     path = tmp_path / "page.html"
     output(capsys, "tradeoffs --model gru --seq 200 --device t4 --output", str(path))
     text = path.read_text()
-    assert all(f'id="{name}"' in text for name in MAKERS)
+    assert all(f'data-curve="{name}"' in text for name in MAKERS)
     assert not re.search(r"<(?:script|link|img|iframe)[^>]+(?:src|href)", text)
 
 

@@ -1,24 +1,19 @@
-"""The whole page: everything that is on it is in it. No address is ever asked, and nothing of a plan is executed."""
+"""The whole page. Nothing of a plan is executed: what comes from it is text."""
 
-import base64
-import hashlib
 import os
 from html import escape
 from pathlib import Path
 
-from plotly.offline import get_plotlyjs
-
+from oomguard.curves.drawing import section
+from oomguard.curves.page import TOGGLE, document
 from oomguard.errors import MisuseError
 from oomguard.files import replace_content
-from oomguard.page.curves import curves, section
+from oomguard.page.curves import curves
 from oomguard.page.summary import summary
 from oomguard.plan.html import inside
 from oomguard.plan.section import Section
 from oomguard.plan.value import Plan
 from oomguard.plan.words import explain
-
-STYLE, BEHAVIOUR = (Path(__file__).with_name(name) for name in ("page.css", "page.js"))
-TOGGLE = '<button id="theme" type="button" aria-pressed="false">Dark</button>'
 
 
 def save_page(plan: Plan, path: str | os.PathLike[str], sequences: int | None = None) -> Path:
@@ -40,7 +35,6 @@ def save_page(plan: Plan, path: str | os.PathLike[str], sequences: int | None = 
 def make_page(plan: Plan, sequences: int | None = None) -> str:
     """The page as one document."""
     first, *others = explain(plan, sequences)
-    scripts = [get_plotlyjs(), BEHAVIOUR.read_text(encoding="utf-8")]
     body = [
         *_header(first, others),
         "<main>",
@@ -48,30 +42,8 @@ def make_page(plan: Plan, sequences: int | None = None) -> str:
         *(line for one in others for line in _section(one)),
         *section(curves(plan)),
         "</main>",
-        *(f"<script>{one}</script>" for one in scripts),
     ]
-    return "\n".join([*_head(first.title, scripts), "<body>", *body, "</body>", "</html>", ""])
-
-
-def _head(title: str, scripts: list[str]) -> list[str]:
-    """The policy lets the browser run our scripts and no others, and ask nobody for anything."""
-    hashes = " ".join(f"'sha256-{_digest(one)}'" for one in scripts)
-    policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:"
-    return [
-        "<!doctype html>",
-        '<html lang="en">',
-        "<head>",
-        '<meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(title)}</title>",
-        f"<style>{STYLE.read_text(encoding='utf-8')}</style>",
-        "</head>",
-    ]
-
-
-def _digest(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return document(first.title, body)
 
 
 def _header(first: Section, others: list[Section]) -> list[str]:

@@ -14,7 +14,7 @@ from plotly.offline import get_plotlyjs
 
 import oomguard
 from oomguard.cli import run
-from oomguard.page.make import STYLE
+from oomguard.curves.page import STYLE
 from oomguard.plan.words import explain
 
 Capture = pytest.CaptureFixture[str]
