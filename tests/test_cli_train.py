@@ -143,7 +143,7 @@ def test_it_starts_again_only_if_something_is_missing(monkeypatch: pytest.Monkey
 def test_every_option_has_its_flag() -> None:
     names = {one.name.replace("-", "_") for one in (*DATA, *TRAINED)}
     options = {*TrainOptions.__struct_fields__, *DataOptions.__struct_fields__}
-    assert names - {"data", "model"} == options - {"limit"}  # which is for what only comes from Python
+    assert names - {"data", "model"} == options - {"limit", "inputs_only"}  # for Python alone, and for predict
 
 
 def test_the_schedules_are_those_that_the_help_names() -> None:

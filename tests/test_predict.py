@@ -38,6 +38,33 @@ def test_predictions_are_in_the_units_of_the_targets(tmp_path: Path) -> None:
     assert 45_000 < found.mean() < 55_000
 
 
+def test_new_data_needs_no_targets(tmp_path: Path) -> None:
+    trained(tmp_path, normalise="both")
+    data = numbers(rows=7, seed=1)
+    assert np.array_equal(oomguard.predict(str(tmp_path), data[..., :2]), oomguard.predict(str(tmp_path), data))
+
+
+@pytest.mark.parametrize("columns", ["a,b", "a,y,b", "b,extra,a"])
+def test_a_table_needs_no_target_column(tmp_path: Path, columns: str) -> None:
+    data = numbers(rows=8).reshape(-1, 3)
+    whole, new = tmp_path / "whole.csv", tmp_path / "new.csv"
+    np.savetxt(whole, data, delimiter=",", header="a,b,y", comments="")
+    found = {"a": data[:, 0], "b": data[:, 1], "y": 0 * data[:, 2], "extra": data[:, 2]}
+    np.savetxt(
+        new, np.stack([found[one] for one in columns.split(",")], axis=1), delimiter=",", header=columns, comments=""
+    )
+    trained(tmp_path / "run", str(whole), columns=("a", "b"), target=("y",))
+    wanted = oomguard.predict(str(tmp_path / "run"), str(whole))
+    assert np.allclose(oomguard.predict(str(tmp_path / "run"), str(new)), wanted, atol=1e-6)
+
+
+def test_the_last_step_of_a_series_is_predicted_from_too(tmp_path: Path) -> None:
+    series = np.cumsum(np.random.default_rng(0).normal(size=(120, 2)), axis=0).astype(np.float32)
+    trained(tmp_path, series, plan=plan_of(outputs=2))
+    found = oomguard.predict(str(tmp_path), series)
+    assert int(np.isfinite(found[..., 0]).sum()) == 120
+
+
 @pytest.mark.parametrize("output", ["predictions.npy", "predictions.csv"])
 def test_predictions_in_a_file_are_those_in_memory(tmp_path: Path, output: str) -> None:
     trained(tmp_path / "run")

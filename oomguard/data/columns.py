@@ -28,6 +28,8 @@ def choose_columns(names: list[str], spec: Spec, options: DataOptions, path: obj
     >>> choose_columns(["a", "b"], spec, DataOptions(target=("b",)), "x.csv")
     Columns(inputs=(0, 1), targets=(1,), ahead=1)
     """
+    if options.inputs_only:
+        return _aimless(names, spec, options, path)
     _check_there(names, (*(options.columns or ()), *(options.target or ())), path)
     width = 1 if spec.vocab is not None else spec.inputs
     inputs = list(options.columns) if options.columns else _free(names, width, spec, options)
@@ -42,6 +44,17 @@ def choose_columns(names: list[str], spec: Spec, options: DataOptions, path: obj
         )
     ahead = options.ahead if options.ahead is not None else int(bool(set(inputs) & set(targets)))
     return Columns(_places(names, inputs), _places(names, targets), ahead)
+
+
+def _aimless(names: list[str], spec: Spec, options: DataOptions, path: object) -> Columns:
+    """The inputs alone: those that were named, or what is no target, or the first ones."""
+    width = 1 if spec.vocab is not None else spec.inputs
+    rest = _without(names, options.target or ())
+    inputs = list(options.columns or (rest if len(rest) >= width else names)[:width])
+    _check_there(names, tuple(inputs), path)
+    if len(inputs) != width:
+        raise _wrong_width(inputs, width, path)
+    return Columns(_places(names, inputs), _places(names, inputs), 0)
 
 
 def choose_inputs(names: list[str], spec: Spec, options: DataOptions, path: object) -> tuple[int, ...]:

@@ -61,13 +61,15 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Processes that load data; None: as many as the plan says."""
     seed: int = 0
     """Of the split and of the order."""
+    inputs_only: bool = False
+    """Whether targets are left alone, if there are any, as `predict` does: what is read as targets are the inputs."""
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             _check_choice(name, getattr(self, name), get_args(choices))
         for name, low, high in _BOUNDS:
             check_whole(name, getattr(self, name), low, high, optional=name != "seed")
-        for name in ("characters", "truncate"):
+        for name in ("characters", "truncate", "inputs_only"):
             check_switch(name, getattr(self, name))
         for name in ("columns", "target"):
             _check_names(name, getattr(self, name))

@@ -42,7 +42,8 @@ def open_text(path: Path, spec: Spec, options: DataOptions) -> Store:
         tokens = Mapped(str(path), np.uint8, (size_bytes,))
         tokens.unit = "byte"
     borders = np.array([0, tokens.count], dtype=np.int64)
-    return Store(inputs=tokens, targets=tokens, borders=borders, long=True, ahead=1, about=about)
+    ahead = 0 if options.inputs_only else 1
+    return Store(inputs=tokens, targets=tokens, borders=borders, long=True, ahead=ahead, about=about)
 
 
 def _characters(path: Path, spec: Spec, options: DataOptions) -> tuple[Mapped, str]:

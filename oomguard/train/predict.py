@@ -7,6 +7,7 @@ from typing import Any, TextIO
 
 import msgspec
 import numpy as np
+from torch import Tensor
 
 from oomguard.bptt import outputs
 from oomguard.bptt.run import IGNORED
@@ -55,14 +56,17 @@ def run_prediction(run: str, data: Any, wanted: Wanted, options: dict[str, Any])
             rule="Probabilities are of classes", got="this run predicts numbers", advice="Leave --probabilities out."
         )
     asked = msgspec.structs.replace(state.data_options, **{"validation": 0.0} | options)
-    source = _source(data, spec, asked, state.normaliser)
+    if isinstance(data, str | Path | np.ndarray | Tensor):  # a Dataset and pairs give what they give
+        source, own = _inputs_of(data, spec, asked, state.normaliser), reading(spec)
+    else:
+        source, own = _source(data, spec, asked, state.normaliser), spec
     device = open_device(plan.where.device if wanted.device is None else wanted.device)
     model = build(spec).to(device.torch_device)
     load_weights(found, model)
     candidate = evaluation_candidate(spec, found.candidate, plan.where.place)
     device.settle(candidate)
     form = _form(spec, source, probabilities=wanted.probabilities)
-    made = _predicted(model, source, candidate, wanted)
+    made = _predicted(model, _Read(source, own), candidate, wanted)
     if state.normaliser is not None:
         made = ((start, state.normaliser.restored(rows)) for start, rows in made)
     return _written(made, source, form, wanted.output)
@@ -80,9 +84,35 @@ def _newest(run: Path) -> Checkpoint:
     return found
 
 
+def reading(spec: Spec) -> Spec:
+    """The spec of which the inputs are the targets too, so that data without targets can be read.
+
+    >>> reading(Spec(cell="gru", seq=9, features=3, outputs=9, loss="cross-entropy", head="last-step")).outputs
+    3
+    """
+    loss: Any = "mse" if spec.vocab is None else "cross-entropy"
+    return msgspec.structs.replace(spec, head="per-step", loss=loss, outputs=spec.vocab or spec.inputs)
+
+
+def _inputs_of(data: Any, spec: Spec, options: DataOptions, normaliser: Normaliser | None) -> Source:
+    """The inputs of a file or an array, whether it has targets or not."""
+    alone = msgspec.structs.replace(options, inputs_only=True, targets=None, ahead=None)
+    if normaliser is not None:
+        normaliser = msgspec.structs.replace(normaliser, target_mean=None, target_std=None)
+    return _source(data, reading(spec), alone, normaliser)
+
+
 def _source(data: Any, spec: Spec, options: DataOptions, normaliser: Normaliser | None) -> Source:
     source = open_source(data, spec, options)
     return source if normaliser is None else Normalised(source, normaliser)
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A source and how its microbatches are put together."""
+
+    source: Source
+    spec: Spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,12 +149,12 @@ def _form(spec: Spec, source: Source, *, probabilities: bool) -> _Form:
     return _Form(shape=(len(source), *steps, *(() if classes else (spec.classes,))), stepped=stepped, classes=classes)
 
 
-def _predicted(model: Recurrent, source: Source, candidate: Any, wanted: Wanted) -> Iterator[tuple[int, Array]]:
+def _predicted(model: Recurrent, data: _Read, candidate: Any, wanted: Wanted) -> Iterator[tuple[int, Array]]:
     """The number of the first sequence and the predictions of some, until all are done."""
     start, rows = 0, candidate.microbatch
-    while start < len(source):
-        some = np.arange(start, min(start + rows, len(source)))
-        batch = read(model.spec, source, some)
+    while start < len(data.source):
+        some = np.arange(start, min(start + rows, len(data.source)))
+        batch = read(data.spec, data.source, some)
         found = tried(lambda batch=batch: outputs(model, batch, candidate), last=rows == 1)  # type: ignore[misc]
         if found is None:
             rows //= 2
