@@ -19,7 +19,10 @@ from oomguard.spec import Spec
 from oomguard.units import MIB
 
 CHUNK_BYTES = 32 * MIB
-"""Gradients that are summed at once: together, since each exchange costs time, but not all, since they are copied."""
+"""Gradients that are summed at once: together, since each exchange costs time, but not all, since they are copied.
+
+The copies are there when the activations are gone, and are no larger than this or the largest weight: no more than what
+a plan counts for the update of Adam, which comes after."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
