@@ -13,8 +13,9 @@ demo: .venv/demo.stamp
 	@echo 'oomguard $(DEMO)'
 	@$(PY) -m oomguard $(DEMO) || [ $$? -eq 1 ]
 
+# Two processes, each with whole files of tests: fixtures that start a browser or a child are made once.
 test: lint
-	$(PY) -m pytest
+	$(PY) -m pytest --numprocesses 2 --dist loadfile
 
 lint: .venv/dev.stamp
 	$(PY) -m ruff check .
