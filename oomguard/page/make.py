@@ -17,7 +17,15 @@ from oomguard.plan.words import explain
 
 
 def save_page(plan: Plan, path: str | os.PathLike[str], sequences: int | None = None) -> Path:
-    """Write a page about the plan: the file is there whole, or as it was before. An epoch has so many sequences."""
+    """Write a page about the plan: the file is there whole, or as it was before. An epoch has so many sequences.
+
+    >>> import tempfile
+    >>> from oomguard.api import find_feasible_config
+    >>> plan = find_feasible_config(cell="gru", seq=100, device="t4")
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     save_page(plan, f"{directory}/report.html").name
+    'report.html'
+    """
     target = Path(path)
     content = make_page(plan, sequences).encode()
     try:
