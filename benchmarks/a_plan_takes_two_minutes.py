@@ -22,7 +22,7 @@ from oomguard.candidate import make_candidate
 from oomguard.units import MIB, format_bytes, format_seconds, parse_bytes
 
 SEQ, BUDGET = 10_000, "700MiB"
-SMOKE_SEQ, SMOKE_BUDGET = 300, "450MiB"
+SMOKE_SEQ, SMOKE_BUDGET, SMOKE_FLAGS = 200, "420MiB", ("--max-probes", "3", "--threads", "1")
 MOST_SECONDS = 120.0
 PROGRAM = (sys.executable, "-P", "-m", "oomguard")
 """The oomguard that this process imports too, wherever it was started."""
@@ -35,19 +35,19 @@ def has_command() -> bool:
     return subprocess.run(asked, capture_output=True).returncode == 0
 
 
-def command(seq: int, budget: str | None, output: Path) -> list[str]:
+def command(seq: int, budget: str | None, output: Path, more: tuple[str, ...]) -> list[str]:
     """What a user types, or the same by way of Python."""
     words = ["--seq", str(seq), "--output", str(output), *(["--budget", budget] if budget else [])]
     if has_command():
-        return [*PROGRAM, "plan", "--model", "lstm", *words]
+        return [*PROGRAM, "plan", "--model", "lstm", *words, *more]
     return [sys.executable, str(Path(__file__)), *words]
 
 
-def run(seq: int, budget: str | None) -> tuple[Plan, float]:
+def run(seq: int, budget: str | None, more: tuple[str, ...]) -> tuple[Plan, float]:
     """The plan, and the seconds that it took."""
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "plan.json"
-        words = command(seq, budget, output)
+        words = command(seq, budget, output, more)
         began = time.monotonic()
         done = subprocess.run(words, capture_output=True, text=True)
         seconds = time.monotonic() - began
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=SEQ)
     parser.add_argument("--output", help=argparse.SUPPRESS)
     parser.add_argument("--budget", help=argparse.SUPPRESS)
-    parser.add_argument("--smoke", action="store_true", help="short sequences, only in a small budget")
+    parser.add_argument("--smoke", action="store_true", help="short sequences in a small budget, three probes")
     given = parser.parse_args()
     if given.output:
         save_plan(find_feasible_config(cell="lstm", seq=given.seq, budget=given.budget), given.output)
@@ -77,7 +77,7 @@ def main() -> None:
     budgets = (SMOKE_BUDGET,) if given.smoke else (None, BUDGET)
     print_row(("budget", "seconds", "probes", "peak", "step", "candidate", "ended"), WIDTHS)
     for budget in budgets:
-        plan, seconds = run(seq, budget)
+        plan, seconds = run(seq, budget, SMOKE_FLAGS if given.smoke else ())
         chosen = plan.candidate
         row = {"budget": budget, "budget_bytes": plan.budget_bytes, "seconds": seconds, "probes": plan.probes}
         row |= {"ooms": plan.ooms, "peak_bytes": plan.peak_bytes, "seconds_per_step": plan.seconds_per_step}

@@ -5,16 +5,18 @@
     python benchmarks/run.py --smoke        # minutes: does each one work, and does hold what holds at any size?
 
 Ends with exit code 1 if a claim did not hold. Smoke runs go two at a time, since no time counts there, and show only
-what failed or was skipped (rivals that are not installed).
+what failed. Rivals that are not installed are skipped there.
 """
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,6 +56,19 @@ def names() -> list[str]:
     return sorted(path.stem for path in HERE.glob("*.py") if path.read_text("utf-8").startswith('"""Claim:'))
 
 
+def missing() -> list[str]:
+    """Packages of the extra `bench` that are not installed."""
+    found = []
+    for line in requires("oomguard") or []:
+        name, _, extra = line.partition(";")
+        name = re.split(r"[^\w-]", name)[0]
+        try:
+            version(name)
+        except PackageNotFoundError:
+            found += [name] if "bench" in extra else []
+    return found
+
+
 def run(name: str, arguments: tuple[str, ...], *, quiet: bool) -> Done:
     """One benchmark to its end."""
     began = time.monotonic()
@@ -76,11 +91,10 @@ def smoke(wanted: Iterable[str]) -> Iterator[Done]:
 
 
 def show(done: Done) -> None:
-    """One line and, of what was not shown at once, what needs to be seen."""
+    """One line and, if it failed unseen, all that it printed."""
     print(f"{'FAIL' if done.code else 'PASS'}  {done.seconds:>7.1f} s  {done.name}", flush=True)
-    for line in done.words.splitlines():
-        if done.code or line.lower().startswith("skip"):
-            print(f"                 {line}", flush=True)
+    for line in done.words.splitlines() if done.code else ():
+        print(f"                 {line}", flush=True)
 
 
 def main() -> None:
@@ -95,6 +109,8 @@ def main() -> None:
         parser.error(f"There is no {', '.join(sorted(unknown))}. There are: {', '.join(names())}.")
     wanted, began, ended = given.names or names(), time.monotonic(), list[Done]()
     if given.smoke:
+        if left_out := missing():
+            print(f"skipped, since they are not installed (extra `bench`): {', '.join(left_out)}")
         for done in smoke(wanted):
             show(done)
             ended.append(done)
