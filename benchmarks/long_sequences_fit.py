@@ -10,10 +10,11 @@ pieces that its planner chooses by arithmetic alone.
 
 Inputs and targets are a mapped file in every contender. Before each call of the LSTM the pages that have been read are
 let go, as oomguard's own data sources do, so that they do not count as growth: a backward pass that needs them again
-reads them again. Every run is a process of its own: a short step loads the libraries, then the kernel's high-water mark
-is set back, and what it rises to above what is resident then is the growth. The parent looks every 5 ms and kills what
-goes over. The plain length is bisected to 2 %. The others are tried at 100 times that length, and bisected if that goes
-over: what they reach at most was not looked for, since it takes hours to run; the planner's own figure is printed.
+reads them again. Every run is a process of its own: a short step loads the libraries, then the kernel's high-water
+mark is set back, and what it rises to above what is resident then is the growth. The parent looks every 5 ms and kills
+what goes over. Times are the processor's, so that what else runs does not count. The plain length is bisected to 2 %.
+The others are tried at 100 times that length, and bisected if that goes over: what they reach at most was not looked
+for, since it takes hours to run; the planner's own figure is printed.
 """
 
 import argparse
@@ -126,9 +127,9 @@ def run_one(case: dict[str, Any]) -> None:
     train(FEW, case["knobs"] | {"segments": 1, "levels": 1})  # makes the optimizer's state
     norm, seconds = 0.0, list[float]()
     while not seconds or sum(seconds) < MEASURE_SECONDS:
-        began = time.perf_counter()
+        began = time.process_time()
         found = train(case["steps"], case["knobs"])
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.process_time() - began)
         norm = norm or found
     growth_bytes = status_bytes("VmHWM") - runtime_bytes
     print(json.dumps({"growth_bytes": growth_bytes, "seconds": min(seconds), "norm": norm}))
