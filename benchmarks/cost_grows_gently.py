@@ -5,10 +5,11 @@ inputs, a memory that grows with its root.
     python benchmarks/cost_grows_gently.py [--longest T] [--smoke]
 
 About 6 minutes with sequences of up to 1,000,000 steps. Each line varies one thing and prints, for seconds and for
-bytes, the exponent of the growth (least squares in logarithms) and the figures at both ends. Estimates and searches are
-timed in this process (the fastest of a few), their bytes are what Python and NumPy allocate. The search runs no probe:
-the records that it has come from formulas. Each step is measured in a process of its own, as peak.py has it; its bytes
-are the growth over the runtime without the inputs, which are in memory there and grow with T whatever one does.
+bytes, the exponent of the growth (least squares in logarithms) and the figures at both ends. Estimates and searches
+are timed in this process (the processor's time, the fastest of a few), their bytes are what Python and NumPy allocate.
+The search runs no probe: the records that it has come from formulas. Each step is measured in a process of its own, as
+peak.py has it; its bytes are the growth over the runtime without the inputs, which are in memory there and grow with T
+whatever one does.
 """
 
 import argparse
@@ -90,10 +91,10 @@ def timed(name: str, sizes: Iterable[int], run: Callable[[int], Any], times: int
     for size in sizes:
         rounds = []
         for _ in range(ROUNDS):
-            began = time.perf_counter()
+            began = time.process_time()
             for _ in range(times):
                 run(size)
-            rounds.append((time.perf_counter() - began) / times)
+            rounds.append((time.process_time() - began) / times)
         tracemalloc.start()
         run(size)
         used.append(tracemalloc.get_traced_memory()[1])
