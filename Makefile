@@ -6,7 +6,7 @@ PY := .venv/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet -c constraints.txt
 DEMO := estimate --model lstm --seq 10000
 
-.PHONY: demo test lint format notebooks bench clean
+.PHONY: demo test lint format notebooks bench bench-smoke clean
 
 # Exit code 1 is an answer too: it does not fit.
 demo: .venv/demo.stamp
@@ -30,24 +30,13 @@ format: .venv/dev.stamp
 notebooks: .venv/dev.stamp
 	$(PY) notebooks/run.py
 
-# Measures 20 new rows, up to a minute and a half each, then compares. The last five, about searches and plans, take
-# more than an hour together; each can be run by itself, and smaller (see --help).
+# Smaller than the claims are stated, half an hour in all; `benchmarks/run.py --whole` takes hours and keeps its results.
 bench: .venv/bench.stamp
-	$(PY) benchmarks/estimate_starts_fast.py
-	$(PY) benchmarks/a_million_take_a_second.py
-	$(PY) benchmarks/a_million_steps_fit.py
-	$(PY) benchmarks/segments_cost_little.py
-	$(PY) benchmarks/probes_hurt_nobody.py
-	$(PY) benchmarks/estimates_track_peaks.py --measure 20 --seed $$$$
-	$(PY) benchmarks/training_costs_nothing.py
-	$(PY) benchmarks/recovers_without_loss.py
-	$(PY) benchmarks/data_stay_on_disk.py
-	$(PY) benchmarks/it_learns.py
-	$(PY) benchmarks/a_plan_takes_two_minutes.py
-	$(PY) benchmarks/a_killed_search_goes_on.py
-	$(PY) benchmarks/search_needs_few_probes.py
-	$(PY) benchmarks/plans_are_fast.py
-	$(PY) benchmarks/plans_do_not_run_out.py
+	$(PY) benchmarks/run.py
+
+# All of them as small as can be. `make test` does this too.
+bench-smoke: .venv/dev.stamp
+	$(PY) benchmarks/run.py --smoke
 
 clean:
 	rm -rf .venv build dist oomguard.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

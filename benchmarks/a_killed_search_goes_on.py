@@ -1,7 +1,7 @@
 """Claim: a search that is killed (kill -9) at 10 random moments loses no record, measures nothing twice, leaves neither
 a process nor a trial running, and ends in the plan of a search that was never killed.
 
-    python benchmarks/a_killed_search_goes_on.py [KILLS] [--seed S]
+    python benchmarks/a_killed_search_goes_on.py [KILLS] [--seed S] [--smoke]
 
 About 4 minutes. A search for the largest microbatch, with a ledger, is killed at a moment drawn from the time that an
 undisturbed one takes, and started again, until it is done; then the next directory, until there were so many kills.
@@ -106,6 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kills", nargs="?", type=int, default=KILLS)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--smoke", action="store_true", help="one kill")
     parser.add_argument("--search", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.search:
@@ -113,7 +114,7 @@ def main() -> None:
         return
     root = Path(tempfile.mkdtemp(prefix="oomguard-killed-"))
     try:
-        run(root, given.kills, given.seed)
+        run(root, 1 if given.smoke else given.kills, given.seed)
     finally:
         shutil.rmtree(root)
 

@@ -1,19 +1,22 @@
 """Claim: a sequence of 1,000,000 steps trains one exact step on the CPU within 1 GiB resident, libraries included.
 
-    python benchmarks/a_million_steps_fit.py
+    python benchmarks/a_million_steps_fit.py [--smoke]
 
 Both ways are probed in a child process that may use 1 GiB: the plain step, which must not fit (or the case would not
 be hard), and the same step in exact segments.
 """
 
+import argparse
 import json
 import sys
 from typing import Any
 
+import msgspec
+
 from oomguard.candidate import make_candidate
 from oomguard.probe.runner import Runner
 from oomguard.spec import Spec
-from oomguard.units import GIB, format_bytes, format_seconds
+from oomguard.units import GIB, MIB, format_bytes, format_seconds
 
 SPEC = Spec(cell="lstm", seq=1_000_000, features=4, hidden=32, layers=1, batch=1)
 WAYS: dict[str, dict[str, Any]] = {
@@ -24,10 +27,14 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    verdicts, result = [], {"claim": "a_million_steps_fit", "budget_bytes": GIB}
-    with Runner("cpu", timeout=1200, seconds=1) as runner:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="40,000 steps within 360 MiB")
+    smoke = parser.parse_args().smoke
+    spec, budget_bytes = (msgspec.structs.replace(SPEC, seq=40_000), 360 * MIB) if smoke else (SPEC, GIB)
+    verdicts, result = [], {"claim": "a_million_steps_fit", "seq": spec.steps, "budget_bytes": budget_bytes}
+    with Runner("cpu", timeout=1200, seconds=0.1 if smoke else 1) as runner:
         for way, knobs in WAYS.items():
-            record = runner.probe(SPEC, make_candidate(SPEC, threads=1, **knobs), budget_bytes=GIB)
+            record = runner.probe(spec, make_candidate(spec, threads=1, **knobs), budget_bytes=budget_bytes)
             verdicts.append(record.verdict.ran)
             peak = format_bytes(record.peak_bytes or 0)
             seconds = "" if record.seconds_per_step is None else format_seconds(record.seconds_per_step)

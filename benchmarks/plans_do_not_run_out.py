@@ -1,6 +1,6 @@
 """Claim: of 30 plans for random specs and budgets, none runs out of memory in 20 optimizer steps of the whole batch.
 
-    python benchmarks/plans_do_not_run_out.py [COUNT] [--seed S] [--steps N]
+    python benchmarks/plans_do_not_run_out.py [COUNT] [--seed S] [--steps N] [--smoke]
 
 About 25 minutes. Each plan is found in at most 40 s and 6 probes, from nothing. Then it is trained for real: every
 accumulation pass of every step, the uneven last microbatch included, in a new process that is started as the plan says
@@ -170,11 +170,14 @@ def main() -> None:
     parser.add_argument("count", nargs="?", type=int, default=COUNT)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--smoke", action="store_true", help="one plan, a few steps")
     parser.add_argument("--train", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.train:
         train(given.train, given.steps)
         return
+    if given.smoke:
+        given.count, given.steps = 1, 3
     dice, done = random.Random(given.seed), []
     print_row(("", "budget", "outcome", "plain", "probes", "search s", "peak"), WIDTHS)
     for _ in range(given.count):
@@ -194,8 +197,9 @@ def main() -> None:
         f"no probe runs out of memory or over the budget ({sum(case['ooms'] for case in ran)})": not any(
             case["ooms"] for case in ran
         ),
-        f"the plain step does not fit in at least a third of the cases ({hard:.0%})": hard >= LEAST_HARD,
     }
+    if not given.smoke:
+        claims[f"the plain step does not fit in at least a third of the cases ({hard:.0%})"] = hard >= LEAST_HARD
     result = {"plans": len(ran), "out": len(out), "nothing_fits": nothing, "hard": hard, "peak_tenths": tenths}
     result |= {"seed": given.seed, "steps": given.steps, "cases": done}
     whole = given.count >= COUNT and given.steps >= STEPS

@@ -1,11 +1,12 @@
 """Claim: 100 probes of random candidates, a third of them far over budget, all return a verdict and leave nothing.
 
-    python benchmarks/probes_hurt_nobody.py [COUNT]
+    python benchmarks/probes_hurt_nobody.py [COUNT] [--smoke]
 
 The budget is 640 MiB for the whole child. Asserted: no exception, no process left over, the parent grows by at most
 20 MiB, every candidate that is far over the budget is caught (OOM or OVER), and every other one FITS.
 """
 
+import argparse
 import json
 import random
 import sys
@@ -55,7 +56,11 @@ def resident_bytes() -> int:
 
 
 def main() -> None:
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else 100
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("count", nargs="?", type=int, default=100)
+    parser.add_argument("--smoke", action="store_true", help="three probes")
+    given = parser.parse_args()
+    count = 3 if given.smoke else given.count
     dice = random.Random(0)
     verdicts: Counter[tuple[str, str]] = Counter()
     wrong, before, began = [], 0, time.monotonic()

@@ -1,0 +1,232 @@
+"""Claim: what oomguard costs grows gently. An estimate takes the same time for any length; a search's next probe takes
+seconds among a million candidates; a step in sqrt(T) / 8 segments takes a time that grows with T and, beside its
+inputs, a memory that grows with its root.
+
+    python benchmarks/cost_grows_gently.py [--longest T] [--smoke]
+
+About 6 minutes with sequences of up to 1,000,000 steps. Each line varies one thing and prints, for seconds and for
+bytes, the exponent of the growth (least squares in logarithms) and the figures at both ends. Estimates and searches
+are timed in this process (the processor's time, the fastest of a few), their bytes are what Python and NumPy allocate.
+The search runs no probe: the records that it has come from formulas. Each step is measured in a process of its own, as
+peak.py has it; its bytes are the growth over the runtime without the inputs, which are in memory there and grow with T
+whatever one does.
+"""
+
+import argparse
+import math
+import time
+import tracemalloc
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+from peak import measure
+from results import print_row, publish
+
+from oomguard.candidate import Candidate, make_candidate
+from oomguard.estimate import terms
+from oomguard.estimate.breakdown import estimate_step
+from oomguard.estimate.place import CPU
+from oomguard.presets import make_spec
+from oomguard.probe.record import Record
+from oomguard.probe.verdict import Verdict
+from oomguard.search.approach import Known
+from oomguard.search.problem import Probe, Problem
+from oomguard.search.propose import propose
+from oomguard.search.screen import screen
+from oomguard.search.space import Space, grid
+from oomguard.spec import Spec
+from oomguard.units import GIB, format_bytes, format_seconds
+
+STEP: dict[str, Any] = {"cell": "lstm", "features": 1, "hidden": 64, "layers": 1, "batch": 8}
+LENGTHS = (10_000, 31_623, 100_000, 316_228, 1_000_000)
+SHORT = 2_000
+"""Steps of the sequences where something else varies."""
+HIDDEN, LAYERS = (32, 64, 128, 256, 512), (1, 2, 4, 8, 16)
+SETTINGS = (1, 4, 16, 64, 240)
+"""Of the spaces: each has all microbatches and pieces, about 4,300 candidates."""
+SEARCH = Spec(cell="lstm", seq=1_000_000, features=1, hidden=64, layers=1, batch=4096)
+BUDGET_BYTES = 4 * GIB
+RECORDS, ROUNDS = 6, 3
+MOST_SECONDS = 30.0
+"""For the next probe among a million candidates."""
+WIDTHS = (34, 22, 8, 23, 8, 25)
+
+
+class Line(NamedTuple):
+    """How two costs grow with one size."""
+
+    name: str
+    sizes: list[int]
+    seconds: list[float]
+    memory_bytes: list[int]
+
+    @property
+    def time(self) -> float:
+        return exponent(self.sizes, self.seconds)
+
+    @property
+    def memory(self) -> float:
+        return exponent(self.sizes, self.memory_bytes)
+
+    def show(self) -> None:
+        ends = (0, -1)
+        sizes = " to ".join(f"{self.sizes[i]:,}" for i in ends)
+        seconds = " to ".join(format_seconds(self.seconds[i]) for i in ends)
+        used = " to ".join(format_bytes(self.memory_bytes[i]) for i in ends)
+        print_row((self.name, sizes, f"{self.time:.2f}", seconds, f"{self.memory:.2f}", used), WIDTHS)
+
+    def as_dict(self) -> dict[str, Any]:
+        return self._asdict() | {"time_exponent": self.time, "memory_exponent": self.memory}
+
+
+def exponent(sizes: Iterable[float], costs: Iterable[float]) -> float:
+    """The slope of the logarithms."""
+    return float(np.polyfit(np.log([*sizes]), np.log([*costs]), 1)[0])
+
+
+def timed(name: str, sizes: Iterable[int], run: Callable[[int], Any], times: int = 1) -> Line:
+    """Calls in this process, `times` of them at once where one is over in a moment."""
+    sizes, seconds, used = [*sizes], [], []
+    for size in sizes:
+        rounds = []
+        for _ in range(ROUNDS):
+            began = time.process_time()
+            for _ in range(times):
+                run(size)
+            rounds.append((time.process_time() - began) / times)
+        tracemalloc.start()
+        run(size)
+        used.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        seconds.append(min(rounds))
+    return Line(name, sizes, seconds, used)
+
+
+def estimate_of(**fields: Any) -> Any:
+    """A fresh estimate, spec and candidate included."""
+    spec = make_spec(STEP | {"seq": SHORT} | fields)
+    return estimate_step(spec, make_candidate(spec, segments=segments_of(spec.steps)))
+
+
+def problem_of(settings: int) -> Problem:
+    """A space of so many settings: more cores than anyone has, so that there are enough."""
+    knobs = {"engine": "onednn", "precision": "fp32", "allocator": "steady"}
+    space = Space(settings=tuple(knobs | {"threads": count + 1} for count in range(settings)))
+    return Problem(spec=SEARCH, place=CPU, space=space, budget_bytes=BUDGET_BYTES)
+
+
+def answer(probe: Probe) -> Record:
+    """What a machine of formulas says: the estimate is true, and a token takes 10 µs."""
+    found = estimate_step(probe.spec, probe.candidate)
+    parts = {name: int(found.terms[name]) for name in ("runtime", "weights", "optimizer", "input", "gradients")}
+    seconds = 1e-5 * probe.spec.steps * probe.candidate.microbatch
+    step = seconds * probe.spec.batch / probe.candidate.microbatch
+    return Record(
+        verdict=Verdict.FITS, message="It ran.", spec=probe.spec, candidate=probe.candidate, device="cpu",
+        engine=str(found.engine), budget_bytes=BUDGET_BYTES, started="2026-01-01T00:00:00", seconds=1.0,
+        terms=parts | {"rest": int(found.total_bytes) - sum(parts.values())}, peak_bytes=int(found.total_bytes),
+        runtime_bytes=parts["runtime"], seconds_per_step=step, tokens_per_second=1e5, seconds_per_pass=seconds,
+        fastest_pass_seconds=seconds, seconds_per_update=1e-3, passes=probe.passes, steps=1,
+    )  # fmt: skip
+
+
+def some_records() -> list[Record]:
+    """The first probes of a search, answered by formulas."""
+    problem, records = problem_of(2), list[Record]()
+    while len(records) < RECORDS and (probe := propose(Known(problem=problem, records=records))) is not None:
+        records.append(answer(probe))
+    assert records, "The search proposes nothing."
+    return records
+
+
+def search_lines(settings: tuple[int, ...]) -> list[Line]:
+    """The screen, and the choice of the next probe by some records, over the size of the space."""
+    records = some_records()
+    problems = {len(grid(SEARCH, problem_of(count).space)): problem_of(count) for count in settings}
+    return [
+        timed("screen, by candidates", problems, lambda size: screen(problems[size], ())),
+        timed(
+            "next probe, by candidates",
+            problems,
+            lambda size: propose(Known(problem=problems[size], records=records)),
+        ),
+    ]
+
+
+def estimate_lines() -> list[Line]:
+    lengths = [10**power for power in range(2, 7)]
+    return [
+        timed("estimate, by T", lengths, lambda size: estimate_of(seq=size), 50),
+        timed("estimate, by hidden", HIDDEN, lambda size: estimate_of(hidden=size), 50),
+        timed("estimate, by layers", LAYERS, lambda size: estimate_of(layers=size), 50),
+    ]
+
+
+def segments_of(steps: int) -> int:
+    """Of the order of sqrt(T), and few enough that the segments need more memory than what does not grow."""
+    return max(1, math.isqrt(steps) // 8)
+
+
+def step_line(name: str, field: str, sizes: Iterable[int]) -> Line:
+    """Real steps, each size in a process of its own."""
+    sizes, seconds, used = [*sizes], [], []
+    for size in sizes:
+        fields = STEP | {"seq": SHORT, field: size}
+        row = measure(fields, {"segments": segments_of(fields["seq"]), "threads": 1})
+        spec = make_spec(fields)
+        seconds.append(row["seconds_per_step"])
+        used.append(row["growth_bytes"] - int(terms.input_bytes(spec, Candidate(microbatch=spec.batch))))
+    return Line(name, sizes, seconds, used)
+
+
+def claims_of(lines: dict[str, Line], *, smoke: bool) -> dict[str, bool]:
+    """Growth does not depend on the machine; seconds do, and small sizes say little of them."""
+    estimate, step = lines["estimate, by T"], lines["step, by T"]
+    claims = {
+        f"an estimate's time does not grow with T (exponent {estimate.time:.2f})": estimate.time < 0.1,
+        f"nor does its memory ({estimate.memory:.2f})": abs(estimate.memory) < 0.1,
+        f"a step's memory grows like the root of T (exponent {step.memory:.2f})": step.memory <= 0.65,
+    }
+    if smoke:
+        return claims
+    screened, proposed = lines["screen, by candidates"], lines["next probe, by candidates"]
+    most, slowest = proposed.sizes[-1], proposed.seconds[-1]
+    deep, wide = lines["step, by layers"], lines["step, by hidden"]
+    return claims | {
+        f"a step's time grows with T, not faster (exponent {step.time:.2f})": step.time <= 1.1,
+        f"screening grows with the candidates, not faster ({screened.time:.2f})": screened.time <= 1.1,
+        f"so does choosing the next probe ({proposed.time:.2f})": proposed.time <= 1.1,
+        f"that takes at most {MOST_SECONDS:.0f} s of {most:,} ({slowest:.1f})": slowest <= MOST_SECONDS,
+        f"layers: time {deep.time:.2f}, memory {deep.memory:.2f}": max(deep.time, deep.memory) <= 1.1,
+        f"hidden: time {wide.time:.2f}, memory {wide.memory:.2f}, the weights 2": max(wide.time, wide.memory) <= 2.1,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--longest", type=int, default=LENGTHS[-1], help="no sequences longer than this for the steps")
+    parser.add_argument("--smoke", action="store_true", help="small sizes, and only what does not depend on them")
+    given = parser.parse_args()
+    lengths = (2_000, 20_000) if given.smoke else [one for one in LENGTHS if one <= given.longest]
+    print_row(("", "size", "exponent", "seconds", "exponent", "bytes"), WIDTHS)
+    lines: dict[str, Line] = {}
+
+    def add(more: Iterable[Line]) -> None:
+        for line in more:
+            line.show()
+            lines[line.name] = line
+
+    add(estimate_lines())
+    add(search_lines(SETTINGS[:2] if given.smoke else SETTINGS))
+    add([step_line("step, by T", "seq", lengths)])
+    if not given.smoke:
+        add([step_line("step, by hidden", "hidden", HIDDEN)])
+        add([step_line("step, by layers", "layers", LAYERS)])
+    result = {"step": STEP, "lines": [line.as_dict() for line in lines.values()]}
+    whole = not given.smoke and given.longest >= LENGTHS[-1]
+    publish("cost_grows_gently", result, claims_of(lines, smoke=given.smoke), whole=whole)
+
+
+if __name__ == "__main__":
+    main()
