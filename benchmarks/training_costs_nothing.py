@@ -2,9 +2,10 @@
 
     python benchmarks/training_costs_nothing.py [ROUNDS] [--steps N] [--smoke]
 
-About 7 minutes; `--smoke`: one case, a few steps, which claims nothing. LSTM and GRU, whole batches and accumulation, one thread. The loop by hand is what a user of PyTorch
-would write: read the batch from the mapped file, run the microbatches, clip, update, note the loss. Ours does the same
-with the guard, the metrics and the order of the data on top; its time is that between its first step and its last.
+About 7 minutes; `--smoke`: one case, a few steps, which claims nothing. LSTM and GRU, whole batches and accumulation,
+one thread. The loop by hand is what a user of PyTorch would write: read the batch from the mapped file, run the
+microbatches, clip, update, note the loss. Ours does the same with the guard, the metrics and the order of the data on
+top; its time is that between its first step and its last.
 Lightning's Trainer runs the same model, data and candidate (accumulate_grad_batches, gradient_clip_val; no logger,
 checkpoints, progress bar or summary). All take turns in one process, so that a busy machine slows them alike; the
 figures are the medians of the rounds' ratios to the loop by hand. The claim is about ours alone.
