@@ -133,10 +133,9 @@ def by_accelerate(data: np.ndarray, errors: Collection[int], *, keep: bool) -> t
     except RuntimeError as error:  # it has no smaller batch, which is its answer
         died = str(error)
     vain = 0 if keep else sum(len(start) for start in (starts if died else starts[:-1]))
+    found = {"errors": len(raised), "lost": vain, "batch": batch, "died": died}
     done = Counter(int(row) for start in starts for rows in start for row in rows)
-    return weights(training.model), {"errors": len(raised), "lost": vain, "batch": batch, "died": died} | seen_again(
-        done
-    )
+    return weights(training.model), found | seen_again(done)
 
 
 def command(home: Path, run: str) -> list[str]:
