@@ -44,6 +44,8 @@ from oomguard.train import loop
 
 SPEC: dict[str, Any] = {"cell": "lstm", "seq": 100, "features": 4, "hidden": 64, "layers": 2, "batch": 16}
 STEPS, KILLS, NEAR = 30, 20, 1e-6
+KILLED_STEPS, SMOKE_STEPS = 150, 20
+"""Of the run that is killed."""
 SEQUENCES = 160
 EPOCHS = STEPS * SPEC["batch"] // SEQUENCES
 ERRORS: dict[str, Collection[int]] = {"one step": (STEPS // 2,), "every step": range(1, STEPS + 1)}
@@ -138,9 +140,9 @@ def by_accelerate(data: np.ndarray, errors: Collection[int], *, keep: bool) -> t
     return weights(training.model), found | seen_again(done)
 
 
-def command(home: Path, run: str) -> list[str]:
+def command(home: Path, run: str, steps: int) -> list[str]:
     words = ["train", str(home / "plan.json"), "--data", str(home / "data.npy"), "--run", str(home / run), "--resume"]
-    words += ["--steps", "150", "--save-every", "4", "--clip", "1", "--schedule", "cosine", "--json"]
+    words += ["--steps", str(steps), "--save-every", "4", "--clip", "1", "--schedule", "cosine", "--json"]
     return [sys.executable, "-m", "oomguard", *words]
 
 
@@ -152,17 +154,17 @@ def tensors(run: Path) -> dict[str, bytes]:
         return {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118
 
 
-def killed(home: Path, kills: int, seed: int) -> tuple[int, int, bool]:
+def killed(home: Path, kills: int, steps: int, seed: int) -> tuple[int, int, bool]:
     """Kills that hit, runs that were needed, and whether the last bits agree."""
     dice, hits, runs = random.Random(seed), 0, 0
     began = time.monotonic()
-    subprocess.run(command(home, "whole"), check=True, capture_output=True)
+    subprocess.run(command(home, "whole", steps), check=True, capture_output=True)
     seconds, same, number = time.monotonic() - began, True, 0
     while hits < kills:
         number += 1
         while True:
             runs += 1
-            with subprocess.Popen(command(home, f"killed{number}"), stdout=subprocess.DEVNULL) as process:
+            with subprocess.Popen(command(home, f"killed{number}", steps), stdout=subprocess.DEVNULL) as process:
                 try:
                     process.wait(dice.uniform(0.2, 1.0) * seconds if hits < kills else None)
                 except subprocess.TimeoutExpired:
@@ -228,8 +230,8 @@ def main() -> None:
         show(rows)
         np.save(home / "data.npy", data)
         oomguard.save_plan(plan, home / "plan.json")
-        hits, runs, same = killed(home, kills, asked.seed)
-        print(f"\n{hits} kills, {runs} starts: the last checkpoint {'is the same, bit for bit' if same else 'differs'}")
+        hits, runs, same = killed(home, kills, SMOKE_STEPS if asked.smoke else KILLED_STEPS, asked.seed)
+        print(f"\nkills {hits}, starts {runs}: the last checkpoint {'is the same, bit for bit' if same else 'differs'}")
     all_of_them = rows["oomguard, every step"]
     exact = all_of_them["errors"] == STEPS and all_of_them["difference"] <= NEAR
     ours = [row for name, row in rows.items() if name.startswith("oomguard")]

@@ -177,7 +177,7 @@ def main() -> None:
     asked = parser.parse_args()
     rounds, steps = (1, SMOKE_STEPS) if asked.smoke else (asked.rounds, asked.steps)
     warnings.simplefilter("ignore")  # Lightning's advice on workers
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    logging.disable(logging.INFO)  # and on what it runs on
     torch.set_num_threads(1)
     result: dict[str, Any] = {"rounds": rounds, "steps": steps, "rows": []}
     print_row(("", "by hand /s", "train /s", "ratio", "Lightning /s", "ratio"), WIDTHS)
