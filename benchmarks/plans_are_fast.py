@@ -134,8 +134,9 @@ def told(candidate: Candidate) -> str:
         if candidate.segments == 1
         else f"{candidate.segments} {'segments' if candidate.recompute else 'chunks'}"
     )
-    words = (f"microbatch {candidate.microbatch}", pieces, candidate.engine, f"{candidate.threads} threads")
-    return ", ".join([*map(str, words), f"{candidate.allocator}"])
+    engine, threads = candidate.engine or "PyTorch's engine", candidate.threads or "its"
+    words = (f"microbatch {candidate.microbatch}", pieces, engine, f"{threads} threads", candidate.allocator)
+    return ", ".join(map(str, words))
 
 
 def run_case(
@@ -164,6 +165,7 @@ def run_case(
         **{"seconds": plan.seconds, "ended": plan.ended, "ooms": plan.ooms, "tuner": tuned},
         **{"contenders": {name: told(one) for name, one in contenders.items()}, "step_seconds": found},
         **{"speed": min(fastest(found["best"]), fastest(found["second"])) / fastest(found["plan"])},
+        **{"lightning_speed": fastest(found["lightning"]) / fastest(found["plan"]) if "lightning" in found else None},
     }
 
 
@@ -186,6 +188,8 @@ def show(case: dict[str, Any]) -> None:
         words = f"found microbatch {tuner['found']}" if tuner["found"] else f"found nothing: {tuner['error']}"
         print(f"  Lightning's finder {words}, {tuner['ooms']} of its trials ran out of memory")
     print(f"  the plan is {case['speed']:.1%} as fast as the best of the grid", flush=True)
+    if case["lightning_speed"]:
+        print(f"  and {case['lightning_speed']:.1%} as fast as what Lightning's finder leads to", flush=True)
 
 
 def main() -> None:
