@@ -165,7 +165,11 @@ def run_case(
         **{"seconds": plan.seconds, "ended": plan.ended, "ooms": plan.ooms, "tuner": tuned},
         **{"contenders": {name: told(one) for name, one in contenders.items()}, "step_seconds": found},
         **{"speed": min(fastest(found["best"]), fastest(found["second"])) / fastest(found["plan"])},
-        **{"lightning_speed": fastest(found["lightning"]) / fastest(found["plan"]) if "lightning" in found else None},
+        **{
+            "lightning_speed": fastest(found["lightning"]) / fastest(found["plan"])
+            if any(found.get("lightning", ()))
+            else None
+        },
     }
 
 
