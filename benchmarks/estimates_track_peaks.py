@@ -244,7 +244,7 @@ def main() -> None:
         result["calibrated"] = compare(again)
         claims |= calibrated_claims(result["calibrated"], again)
         result["calibrated_rows"] = again
-    whole = count >= CALIBRATED_ROWS and len(packages()) == 2
+    whole = count >= CALIBRATED_ROWS and is_installed("accelerate")  # torchinfo is asked when rows are measured
     publish("estimates_track_peaks", result, {} if asked.smoke else claims, whole=whole, packages=packages())
 
 
