@@ -34,7 +34,7 @@ notebooks: .venv/dev.stamp
 bench: .venv/bench.stamp
 	$(PY) benchmarks/run.py
 
-# All of them as small as can be. `make test` does this too.
+# All of them as small as can be, to see that they work.
 bench-smoke: .venv/dev.stamp
 	$(PY) benchmarks/run.py --smoke
 

@@ -1,5 +1,5 @@
 """How oomguard and other tools find the largest microbatch: find_feasible_config, Lightning's Tuner.scale_batch_size,
-accelerate's find_executable_batch_size.
+accelerate's find_executable_batch_size, toma's batch, and a plain Optuna search.
 
     python benchmarks/finders.py '{"tool": "lightning-binsearch", "spec": {...}, "growth_bytes": ..., "start": ...}'
 
@@ -21,6 +21,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,31 @@ from oomguard.spec import Spec
 
 STEPS = 3
 """Of a trial: Lightning's default."""
-RIVALS = ("lightning-power", "lightning-binsearch", "accelerate")
+OPTUNA_TRIALS = 20
+PACKAGES = {
+    "lightning-power": "pytorch-lightning",
+    "lightning-binsearch": "pytorch-lightning",
+    "accelerate": "accelerate",
+    "toma": "toma",
+    "optuna": "optuna",
+}
+"""The rivals, and what they come from."""
 KNOWN = "DefaultCPUAllocator: can't allocate memory"
-"""What both tools take for an error of memory on the CPU (lightning 2.6.6, utilities/memory.py; accelerate 1.15.0,
-utils/memory.py)."""
+"""What the three tools take for an error of memory on the CPU (lightning 2.6.6, utilities/memory.py; accelerate 1.15.0,
+utils/memory.py; toma 1.1.0, cpu_memory.py)."""
+
+
+def installed() -> list[str]:
+    """The rivals that are here."""
+    return [tool for tool, package in PACKAGES.items() if is_installed(package)]
+
+
+def is_installed(package: str) -> bool:
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def find(tool: str, spec: dict[str, Any], timeout: float = 1800, **asked: Any) -> dict[str, Any]:
@@ -115,16 +137,60 @@ def steps_of(spec: Spec, rows: int) -> None:
         del batch
 
 
+def training(trials: Trials, asked: dict[str, Any]) -> Callable[[int], int]:
+    """What a user hands to a tool: trains with a microbatch, and gives it back."""
+
+    def train(rows: int) -> int:
+        trials.count(rows, lambda: steps_of(trials.spec, rows), translate=asked["translate"])
+        return rows
+
+    return train
+
+
 def with_accelerate(trials: Trials, asked: dict[str, Any], ready: Callable[[], None]) -> int:
     from accelerate.utils import find_executable_batch_size
 
-    def train(batch_size: int) -> int:
-        trials.count(batch_size, lambda: steps_of(trials.spec, batch_size), translate=asked["translate"])
-        return batch_size
+    ready()
+    found: int = find_executable_batch_size(training(trials, asked), starting_batch_size=asked["start"])()
+    return found
+
+
+def with_toma(trials: Trials, asked: dict[str, Any], ready: Callable[[], None]) -> int:
+    from toma import toma
 
     ready()
-    found: int = find_executable_batch_size(train, starting_batch_size=asked["start"])()
+    found: int = toma.batch(training(trials, asked), initial_batchsize=asked["start"])()
     return found
+
+
+def with_optuna(trials: Trials, asked: dict[str, Any], ready: Callable[[], None]) -> int | None:
+    """TPE over the logarithm of the microbatch, to maximise what runs; a trial that runs out of memory is pruned.
+
+    It is told of any error of memory: here it is the user who catches them.
+    """
+    import optuna
+
+    train = training(trials, asked)
+
+    def objective(trial: Any) -> int:
+        rows, before = trial.suggest_int("microbatch", 1, asked["start"], log=True), trials.ooms
+        try:
+            return train(rows)
+        except Exception:
+            if trials.ooms == before:
+                raise
+        raise optuna.TrialPruned  # outside of the except block, as above
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=0))
+    began = time.monotonic()
+    warm = optuna.create_study(sampler=optuna.samplers.TPESampler(n_startup_trials=1, seed=0))
+    warm.optimize(lambda trial: trial.suggest_int("microbatch", 1, 9, log=True), n_trials=3)  # loads all it needs
+    trials.prepared += time.monotonic() - began
+    ready()
+    study.optimize(objective, n_trials=OPTUNA_TRIALS)
+    done = [one.params["microbatch"] for one in study.trials if one.state is optuna.trial.TrialState.COMPLETE]
+    return max(done, default=None)
 
 
 def with_lightning(trials: Trials, asked: dict[str, Any], ready: Callable[[], None]) -> int | None:
@@ -182,6 +248,14 @@ def with_lightning(trials: Trials, asked: dict[str, Any], ready: Callable[[], No
         return Tuner(trainer).scale_batch_size(module, mode=asked["tool"].partition("-")[2], steps_per_trial=STEPS)
 
 
+TOOLS: dict[str, Callable[..., int | None]] = {
+    "lightning": with_lightning,
+    "accelerate": with_accelerate,
+    "toma": with_toma,
+    "optuna": with_optuna,
+}
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     asked: dict[str, Any] = {"translate": False} | json.loads(sys.argv[1])
@@ -217,8 +291,7 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, resource.RLIM_INFINITY))
 
     try:
-        tool = with_accelerate if asked["tool"] == "accelerate" else with_lightning
-        found = tool(trials, asked, limit)
+        found = TOOLS[asked["tool"].partition("-")[0]](trials, asked, limit)
     except Exception as failure:  # it crashed, which is its answer
         resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         error = traceback.format_exception_only(failure)[-1].strip().partition("\n")[0][:200]

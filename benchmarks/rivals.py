@@ -1,9 +1,10 @@
-"""What other tools predict for the same step: torch's MemTracker (under fake tensors) and torchinfo.
+"""What other tools predict for the same step: torch's MemTracker (under fake tensors), torchinfo, accelerate.
 
     python benchmarks/rivals.py '{"spec": {...}, "candidate": {...}}'
 
-prints one JSON line with bytes over the runtime, or null where the tool gives no answer. Both are asked about one full
-microbatch; neither knows accumulation, and MemTracker refuses a model that is called more than once (segments).
+prints one JSON line with bytes over the runtime, or null where the tool gives no answer. The first two are asked about
+one full microbatch; neither knows accumulation, and MemTracker refuses a model that is called more than once
+(segments). What accelerate says depends on the weights alone, so nobody needs to store it: see `accelerate_bytes`.
 """
 
 import json
@@ -74,6 +75,23 @@ def torchinfo_bytes(spec: Spec, candidate: Candidate) -> int:
     inputs = list(random_microbatches(spec, candidate))[-1].inputs  # the last is a full one
     summary = torchinfo.summary(Stateless(), input_data=[inputs], verbose=0)
     return int(summary.total_input + summary.total_output_bytes + summary.total_param_bytes)
+
+
+def accelerate_bytes(spec: Spec) -> int:
+    """What `accelerate estimate-memory` says of training with Adam in fp32: 4 times the weights.
+
+    The command itself asks for a model of the Hugging Face Hub; this is what it does with one.
+    """
+    from accelerate import init_empty_weights
+    from accelerate.commands.estimate import estimate_training_usage
+    from accelerate.utils import calculate_maximum_sizes
+
+    from oomguard.model import build
+
+    with init_empty_weights():
+        model = build(spec)
+    total_bytes, _ = calculate_maximum_sizes(model)
+    return int(max(estimate_training_usage(total_bytes, "float32").values()))
 
 
 def main() -> None:

@@ -1,12 +1,15 @@
 """Claim: the search finds at least 95 % of the largest microbatch in at most 4 probes, none of which runs out of
 memory, in at most a third of the time of Lightning's binary search.
 
-    python benchmarks/search_needs_few_probes.py [CASES]
+    python benchmarks/search_needs_few_probes.py [CASES] [--smoke]
 
-12 cases (6 models x 2 budgets), about 25 minutes. Side by side, on the same model, optimizer, random data and border:
-the true maximum (bisection with probes, until one more sequence does not run within the budget), oomguard,
-Lightning's Tuner.scale_batch_size in both modes with its defaults, and accelerate's find_executable_batch_size from the
-whole batch on. All with one thread, in the allocator setting `steady`.
+12 cases (6 models x 2 budgets), about 40 minutes; `--smoke`: one tiny case with the rivals that are installed, about a
+minute, which claims nothing. Side by side, on the same model, optimizer, random data and border: the true maximum
+(bisection with probes, until one more sequence does not run within the budget); oomguard; Lightning's
+Tuner.scale_batch_size in both modes with its defaults; accelerate's find_executable_batch_size and toma's batch, from
+the whole batch on; and 20 trials of a plain Optuna study (TPE over the microbatch, maximise what runs, prune what runs
+out of memory), which is what oomguard's search would be without arithmetic. All with one thread, in the allocator
+setting `steady`.
 
 The budget is one of resident bytes, to which oomguard holds its probes by watching them. The rivals need an error to
 find the border, so they get one: allocations fail beyond what the true maximum commits (see finders.py). Each tool runs
@@ -17,7 +20,7 @@ error of memory and dies of it, it is run again with the error in words that it 
 import argparse
 from typing import Any
 
-from finders import RIVALS, find, knobs
+from finders import PACKAGES, find, installed, knobs
 from results import print_row, publish
 
 from oomguard import Runner
@@ -38,6 +41,7 @@ MODELS: tuple[dict[str, Any], ...] = (
     {"cell": "rnn", "hidden": 256, "layers": 1, "seq": 400},
 )
 BUDGETS_BYTES = (600 * MIB, 900 * MIB)
+SMOKE: tuple[dict[str, Any], int] = ({"cell": "lstm", "hidden": 64, "layers": 1, "seq": 100}, 400 * MIB)
 MOST_PROBES, LEAST_SHARE, MOST_TIME = 4, 0.95, 1 / 3
 COLUMNS = ("", "found", "of max", "trials", "OOMs", "seconds")
 """Of oomguard, probes that went over the budget and were stopped count among the OOMs: rivals get an error there."""
@@ -85,8 +89,8 @@ def first_guess(spec: Spec, budget_bytes: int) -> int:
     return max((size for size, one in zip(sizes, fits, strict=True) if one), default=1)
 
 
-def run_case(fields: dict[str, Any], budget_bytes: int) -> dict[str, Any]:
-    """All contenders on one model and budget."""
+def run_case(fields: dict[str, Any], budget_bytes: int, rivals: list[str]) -> dict[str, Any]:
+    """oomguard and its rivals on one model and budget."""
     fields = fields | {"features": 16, "batch": BATCH}
     spec = make_spec(fields)
     maximum, probes = largest(spec, budget_bytes)
@@ -96,7 +100,7 @@ def run_case(fields: dict[str, Any], budget_bytes: int) -> dict[str, Any]:
         "committed_growth_bytes": border["growth_bytes"],
         "oomguard": find("oomguard", fields, budget_bytes=budget_bytes),
     }
-    for tool in RIVALS:
+    for tool in rivals:
         case[tool] = find(tool, fields, start=BATCH, **border)
         if case[tool]["error"]:
             case[f"{tool}, translated"] = find(tool, fields, start=BATCH, translate=True, **border)
@@ -128,18 +132,29 @@ def main() -> None:
     cases = [(model, budget_bytes) for budget_bytes in BUDGETS_BYTES for model in MODELS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="?", type=int, default=len(cases))
-    count = parser.parse_args().cases
+    parser.add_argument("--smoke", action="store_true", help="one tiny case, with what is installed")
+    given, rivals = parser.parse_args(), installed()
+    if not given.smoke and len(rivals) < len(PACKAGES):
+        parser.error("Not all rivals are here. Run: pip install -c constraints.txt '.[bench]'")
     done = []
-    for model, budget_bytes in cases[:count]:
-        done.append(run_case(model, budget_bytes))
+    for model, budget_bytes in [SMOKE] if given.smoke else cases[: given.cases]:
+        done.append(run_case(model, budget_bytes, rivals))
         show(done[-1])
+    total = {tool: sum(seconds_of(case, tool) for case in done) for tool in ("oomguard", *rivals)}
+    print("\nSeconds in all: " + ", ".join(f"{tool} {seconds:.0f}" for tool, seconds in total.items()))
+    packages = tuple(dict.fromkeys(PACKAGES[tool] for tool in rivals))
+    if given.smoke:
+        publish("search_needs_few_probes", {"cases": done}, {}, whole=False, packages=packages)
+    result, claims = judged(done, total["oomguard"] / total["lightning-binsearch"])
+    publish("search_needs_few_probes", result, claims, whole=given.cases >= len(cases), packages=packages)
+
+
+def judged(done: list[dict[str, Any]], ratio: float) -> tuple[dict[str, Any], dict[str, bool]]:
+    """The figures of all cases, and what they say of the claims."""
     share = min(case["oomguard"]["found"] / case["maximum"] for case in done)
     probes = max(case["oomguard"]["trials"] for case in done)
     over = sum(case["oomguard"]["over"] for case in done)
     ooms = sum(case["oomguard"]["ooms"] for case in done) - over
-    total = {tool: sum(seconds_of(case, tool) for case in done) for tool in ("oomguard", *RIVALS)}
-    ratio = total["oomguard"] / total["lightning-binsearch"]
-    print("\nSeconds in all: " + ", ".join(f"{tool} {seconds:.0f}" for tool, seconds in total.items()))
     claims = {
         f"at most {MOST_PROBES} probes (most: {probes})": probes <= MOST_PROBES,
         f"no probe runs out of memory ({ooms})": ooms == 0,
@@ -147,16 +162,8 @@ def main() -> None:
         f"at least {LEAST_SHARE:.0%} of the maximum (least: {share:.1%})": share >= LEAST_SHARE,
         f"at most 1/3 of the time of Lightning's binary search ({ratio:.2f})": ratio <= MOST_TIME,
     }
-    result = {
-        "least_share": share,
-        "most_probes": probes,
-        "ooms": ooms,
-        "over": over,
-        "time_ratio": ratio,
-        "cases": done,
-    }
-    packages = ("pytorch-lightning", "accelerate")
-    publish("search_needs_few_probes", result, claims, whole=count >= len(cases), packages=packages)
+    figures = {"least_share": share, "most_probes": probes, "ooms": ooms, "over": over, "time_ratio": ratio}
+    return figures | {"cases": done}, claims
 
 
 if __name__ == "__main__":
