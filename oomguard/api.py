@@ -4,25 +4,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-import numpy as np
-
-from oomguard.candidate import KNOBS, Candidate, Candidates, check_candidate, make_candidate, serve
+from oomguard.asked import find_budget, find_place, read_candidate, read_spec
+from oomguard.candidate import KNOBS, Candidate, Candidates
 from oomguard.checks import check_whole, nearest, shown
-from oomguard.device import card_index, limits
-from oomguard.device.budget import Budget, Limit
-from oomguard.device.cuda import Cuda
 from oomguard.errors import MisuseError
-from oomguard.estimate import gpus
 from oomguard.estimate.batch import estimate_batch
 from oomguard.estimate.breakdown import Estimate, estimate_step
 from oomguard.estimate.margin import margin_bytes
-from oomguard.estimate.place import CPU, Place, on_card, resident_within
-from oomguard.presets import make_spec
 from oomguard.probe.record import Record
 from oomguard.probe.runner import TIMEOUT_SECONDS, Runner
 from oomguard.spec import Spec
-from oomguard.units import MAX_BYTES, format_bytes, parse_bytes
+from oomguard.units import MAX_BYTES, parse_bytes
 
 if TYPE_CHECKING:  # imported where it is used: an estimate does not wait for the search
     from pandas import DataFrame
@@ -31,8 +23,6 @@ if TYPE_CHECKING:  # imported where it is used: an estimate does not wait for th
     from oomguard.guard.guard import Guard
     from oomguard.plan.value import Plan
     from oomguard.search.run import Progress
-    from oomguard.tradeoffs.subject import Subject
-    from oomguard.tradeoffs.values import Over
     from oomguard.train.job import Result, Told
 
 
@@ -56,10 +46,10 @@ def estimate(
     >>> estimate(Spec(cell="lstm", seq=1000), microbatch=[1, 32], device="a100-80gb").fits.tolist()
     [True, True]
     """
-    spec = _spec(spec, {name: value for name, value in fields.items() if name not in KNOBS})
+    spec = read_spec(spec, {name: value for name, value in fields.items() if name not in KNOBS})
     knobs = {name: value for name, value in fields.items() if name in KNOBS}
     check_whole("budget", budget_bytes, 0, MAX_BYTES)
-    candidate = _candidate(spec, candidate, knobs)
+    candidate = read_candidate(spec, candidate, knobs)
     place = find_place(device)
     limit_bytes = find_budget(device).limit_bytes if budget_bytes is None else budget_bytes
     if isinstance(candidate, Candidates):
@@ -87,8 +77,8 @@ def probe(
     >>> record.verdict.name, record.steps
     ('FITS', 3)
     """
-    spec = _spec(spec, {name: value for name, value in fields.items() if name not in KNOBS})
-    found = _candidate(spec, candidate, {name: value for name, value in fields.items() if name in KNOBS})
+    spec = read_spec(spec, {name: value for name, value in fields.items() if name not in KNOBS})
+    found = read_candidate(spec, candidate, {name: value for name, value in fields.items() if name in KNOBS})
     if isinstance(found, Candidates):
         raise MisuseError(
             rule="A probe runs one candidate", got="got several", advice="Probe one after the other in a Runner."
@@ -124,7 +114,7 @@ def find_feasible_config(
     from oomguard.plan.find import Question, find_plan
     from oomguard.search.run import Limits
 
-    spec = _spec(spec, {name: value for name, value in fields.items() if name not in KNOBS})
+    spec = read_spec(spec, {name: value for name, value in fields.items() if name not in KNOBS})
     question = Question(
         spec=spec,
         devices=_words(device),
@@ -161,6 +151,7 @@ def tradeoffs(
     >>> table[["microbatch", "segments", "fits"]].values.tolist()
     [[8, 1, True], [8, 10, True], [32, 1, False], [32, 10, True]]
     """
+    from oomguard.tradeoffs.find import find_subject
     from oomguard.tradeoffs.table import make_table
 
     return make_table(*find_subject(spec, over=over, device=device, budget=budget, measured=measured, **fields))
@@ -184,6 +175,7 @@ def curves(
     """
     from oomguard.curves.make import curves_of
     from oomguard.plan.value import Plan
+    from oomguard.tradeoffs.find import find_subject
     from oomguard.tradeoffs.make import look_at
 
     if isinstance(about, Plan):
@@ -226,7 +218,7 @@ def train(
     Options are fields of `TrainOptions` (`epochs`, `steps`, `lr`, `run`, `resume`, ...) and of `DataOptions` (`target`,
     `validation`, `seed`, ...), by name. Raises `GuardError` if memory runs out on the plan's last rung.
 
-    >>> import tempfile, warnings
+    >>> import numpy as np, tempfile, warnings
     >>> plan = find_feasible_config(cell="gru", seq=8, features=2, hidden=8, batch=4, threads=1, max_probes=1)
     >>> numbers = np.random.default_rng(0).normal(size=(40, 8, 3)).astype(np.float32)
     >>> with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings(action="ignore"):
@@ -261,7 +253,7 @@ def predict(
     otherwise. Numbers are in the units of the targets; of classes it is the likeliest, or the `probabilities` of all.
     Into `output` (.npy or .csv) they are streamed; otherwise they come as an array, padded with NaN or -100.
 
-    >>> import tempfile, warnings
+    >>> import numpy as np, tempfile, warnings
     >>> plan = find_feasible_config(cell="gru", seq=8, features=2, hidden=8, batch=4, threads=1, max_probes=1)
     >>> numbers = np.random.default_rng(0).normal(size=(40, 8, 3)).astype(np.float32)
     >>> with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings(action="ignore"):
@@ -286,118 +278,3 @@ def _words(text: str | Sequence[str]) -> tuple[str, ...]:
     """`throughput,seq` as its words."""
     words = text.split(",") if isinstance(text, str) else text
     return tuple(str(word).strip() for word in words if str(word).strip())
-
-
-def find_subject(
-    spec: Spec | None = None,
-    *,
-    over: dict[str, Any] | None = None,
-    device: str | None = None,
-    budget: int | str | None = None,
-    measured: Any = None,
-    **fields: Any,
-) -> "tuple[Subject, Over]":
-    """What `tradeoffs` and `curves` are about, and what varies."""
-    from oomguard.tradeoffs.make import check_apart, make_subject, usual_over
-    from oomguard.tradeoffs.measured import read_measured
-    from oomguard.tradeoffs.values import fields_for, read_over
-
-    evidence, varied = read_measured(measured), {} if over is None else read_over(over)
-    given = {name: value for name, value in fields.items() if name not in KNOBS}
-    fixed = {name: value for name, value in fields.items() if name in KNOBS and value is not None}
-    if evidence.plan is not None and spec is None and not given:
-        spec = evidence.plan.spec
-    spec = _spec(spec, given if spec else given | fields_for(varied, given))
-    budget_bytes = parse_bytes(budget) if isinstance(budget, str) else budget
-    check_whole("budget", budget_bytes, 1, MAX_BYTES)
-    if device is None and evidence.plan is not None:
-        place, limit_bytes = evidence.plan.where.place, evidence.plan.budget_bytes
-    else:
-        place, limit_bytes = find_place(device or "cpu"), find_budget(device or "cpu").limit_bytes
-    subject = make_subject(spec, place, budget_bytes or limit_bytes, evidence, fixed)
-    varied = varied if over is not None else usual_over(subject, fixed)
-    check_apart(varied, fixed)
-    return subject, varied
-
-
-def find_place(device: str) -> Place:
-    """Where a device's name points: the CPU, a card that is here, or one that gpus.py knows.
-
-    >>> find_place("cpu").cuda, find_place("A100 80GB").device
-    (False, 'a100-80gb')
-    """
-    index = card_index(device)
-    if index is not None:
-        return on_card(Cuda(index).present().known, device)
-    return CPU if device == "cpu" else on_card(gpus.card(device))
-
-
-def find_budget(device: str) -> Budget:
-    """What this process may use there, and who says so; of a card that is not here, all that CUDA would show."""
-    index = card_index(device)
-    if index is not None:
-        return Cuda(index).budget()
-    if device == "cpu":
-        return _resident_too(limits.budget())
-    card = gpus.card(device)
-    memory = Limit(
-        name="card memory",
-        limit_bytes=card.usable_bytes,
-        used_bytes=0,
-        held_bytes=0,
-        unit="resident",
-        source=f"an empty {card.name}: {card.source}",
-    )
-    return Budget(device=card.name, limits=(memory,))
-
-
-def _resident_too(budget: Budget) -> Budget:
-    """A limit of committed bytes (an rlimit) as one of resident bytes too, in which estimates count."""
-    committed = budget.least("committed")
-    if committed is None:
-        return budget
-    same = Limit(
-        name=f"{committed.name}, resident",
-        limit_bytes=resident_within(committed.reach_bytes),
-        used_bytes=0,
-        held_bytes=0,
-        unit="resident",
-        source=f"{committed.source}: {format_bytes(committed.reach_bytes)} committed, up to 2.8 for each resident byte",
-    )
-    return msgspec.structs.replace(budget, limits=(*budget.limits, same))
-
-
-def _spec(spec: Spec | None, fields: dict[str, Any]) -> Spec:
-    for name in fields:
-        if name not in Spec.__struct_fields__:
-            raise MisuseError(
-                rule="What is estimated consists of fields of a spec and knobs",
-                got=f"got {shown(name)}",
-                advice=nearest(name, [*Spec.__struct_fields__, *KNOBS]),
-            )
-    if spec is None:
-        return make_spec(fields)
-    if not isinstance(spec, Spec) or fields:
-        raise MisuseError(
-            rule="The spec is either a Spec or fields by name",
-            got=f"got {type(spec).__name__}" + (f" and {', '.join(fields)}" if fields else ""),
-            advice="Leave one of the two out.",
-        )
-    return spec
-
-
-def _candidate(spec: Spec, candidate: Candidate | Candidates | None, knobs: dict[str, Any]) -> Candidate | Candidates:
-    if candidate is None:
-        if any(isinstance(value, np.ndarray | list | tuple) for value in knobs.values()):
-            return serve(spec, Candidates(**{"microbatch": spec.batch} | knobs))
-        return make_candidate(spec, **knobs)
-    if not isinstance(candidate, Candidate | Candidates) or knobs:
-        raise MisuseError(
-            rule="The candidate is either a Candidate, Candidates or knobs by name",
-            got=f"got {type(candidate).__name__}" + (f" and {', '.join(knobs)}" if knobs else ""),
-            advice="Leave one of them out.",
-        )
-    if isinstance(candidate, Candidates):
-        return serve(spec, candidate)
-    check_candidate(spec, candidate)
-    return candidate

@@ -43,8 +43,10 @@ def run_elsewhere(module: str, function: str, *arguments: Any) -> Any:
 def _answer() -> None:
     """The child's side."""
     import os
+    import signal
     from importlib import import_module
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends this one
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # nothing that anything prints can come between
     module, function, arguments = pickle.load(sys.stdin.buffer)

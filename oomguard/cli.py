@@ -114,7 +114,8 @@ class Answer(NamedTuple):
 @app.command("estimate", cls=Command, help=ESTIMATE_HELP)
 @with_flags(Spec=SPEC, Candidate=[*CANDIDATE, EVALUATE], Where=WHERE, Output=[JSON])
 def _estimate(*, device: str = "cpu", budget: str | None = None, json: bool = False, **values: Any) -> Answer:
-    from oomguard.api import estimate, find_budget, find_place
+    from oomguard.api import estimate
+    from oomguard.asked import find_budget, find_place
     from oomguard.report.estimate import show_estimate, to_json
 
     limit, limit_bytes = "--budget", None if budget is None else read_budget(budget)
@@ -226,8 +227,8 @@ def _predict(*, run: str, **values: Any) -> Answer:
 @app.command("tradeoffs", cls=Command, help=TRADEOFFS_HELP)
 @with_flags(Spec=SPEC, **{"Knobs (fixed if given)": FIXED}, Where=WHERE, Table=TABLE, Output=[*TABLE_OUTPUT, JSON])
 def _tradeoffs(*, output: str | None = None, json: bool = False, **values: Any) -> Answer:
-    from oomguard.api import find_subject
     from oomguard.report.tradeoffs import check_written, save, show_table, table_json
+    from oomguard.tradeoffs.find import find_subject
     from oomguard.tradeoffs.table import make_table
 
     spec, fixed, over = read_table(values)

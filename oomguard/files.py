@@ -13,12 +13,35 @@ from typing import TypeVar
 
 import msgspec
 
+from oomguard.errors import MisuseError
+
 try:
     import fcntl
 except ImportError:  # Windows: appends of one line each, without a lock
     fcntl = None  # type: ignore[assignment]
 
 Value = TypeVar("Value")
+
+
+def write_file(path: str | os.PathLike[str], content: bytes, what: str) -> Path:
+    """Write what a user asked for (`what`: "A plan"): the file is there whole, or as it was before.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     write_file(f"{directory}/new/x.csv", b"1", "A table").read_bytes()
+    b'1'
+    """
+    target = Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        replace_content(target, content)
+    except OSError as error:
+        raise MisuseError(
+            rule=f"{what} is written to a file of yours",
+            got=f"{target} cannot be written ({error.strerror})",
+            advice="Give another file.",
+        ) from None
+    return target
 
 
 def append_line(path: Path, line: bytes) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from plan.making import reckoned
 
-from oomguard.api import find_place
+from oomguard.asked import find_place
 from oomguard.candidate import make_candidate
 from oomguard.device import open_device
 from oomguard.device.cpu import cpu_name

@@ -10,7 +10,7 @@ from strategies import attempt, has_three_beats, specs
 
 import oomguard
 from oomguard.advice import CLIFF, advise, padded_share
-from oomguard.api import find_place
+from oomguard.asked import find_place
 from oomguard.candidate import KNOBS, Candidate
 from oomguard.estimate.engines.cudnn import MAX_STEPS
 from oomguard.spec import Spec

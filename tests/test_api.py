@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from strategies import attempt, garbage_for, has_three_beats, specs, up_to
 
 import oomguard
-from oomguard.api import find_budget, find_place
+from oomguard.asked import find_budget, find_place
 from oomguard.candidate import Allocator, Candidate, Candidates, Keep, Precision, Update, make_candidate
 from oomguard.estimate import gpus
 from oomguard.estimate.breakdown import Estimate

@@ -19,6 +19,7 @@ ORDER = [
         "candidate",
         "estimate",
         "device",
+        "asked",
         "model",
         "bptt",
         "step",

@@ -1,7 +1,6 @@
 """The trainer: what it learns, what it writes, and that a shortage of memory changes nothing of it."""
 
 import csv
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -174,18 +173,18 @@ import oomguard
 from plans import numbers, plan_of
 from oomguard.device import cpu, proc
 
-LADDER = ((16, 1), (4, 1), (2, 2))
-data = numbers(rows=32, steps=400)
+LADDER = ((64, 1), (8, 1), (4, 2))  # tensors of the first are larger than 64 KiB: it is one of them that fails
+data = numbers(rows=128, steps=60)
 
 def trained(name, rungs, limit_bytes):
     cpu._marks.inherited_bytes = None
     resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, resource.RLIM_INFINITY))
-    plan = plan_of(rungs=rungs, seq=400, hidden=64, batch=16)
+    plan = plan_of(rungs=rungs, seq=60, hidden=256, batch=64)
     found = oomguard.train(plan, data, validation=0, run=f"{sys.argv[1]}/{name}")
     return found, torch.cat([p.detach().flatten() for p in found.model.parameters()])
 
 trained("loads all libraries", LADDER[-1:], resource.RLIM_INFINITY)
-held, weights = trained("held", LADDER, proc.read_status().committed_bytes + (int(sys.argv[2]) << 20))
+held, weights = trained("held", LADDER, proc.read_status().committed_bytes + (24 << 20))
 _, others = trained("whole", LADDER, resource.RLIM_INFINITY)
 difference = float((weights - others).norm() / others.norm())
 print(json.dumps({"rung": held.rung, "steps": held.steps, "difference": difference}))
@@ -193,13 +192,10 @@ print(json.dumps({"rung": held.rung, "steps": held.steps, "difference": differen
 
 
 def test_a_real_shortage_changes_nothing(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", REAL, str(tmp_path)]
     paths = f"{Path(__file__).parent}:{Path(__file__).parents[1]}"
     environment = STEADY_ENVIRONMENT | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}  # free memory is given back
-    for room in ("10", "11", "13"):
-        words = [sys.executable, "-c", REAL, str(tmp_path / room), room]
-        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=100, env=environment)
-        if done.returncode != -signal.SIGABRT or "std::bad_alloc" not in done.stderr:
-            break  # otherwise it was PyTorch itself that could not get a few bytes, and nobody can catch that
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=100, env=environment)
     assert done.returncode == 0, done.stderr
     found = msgspec.json.decode(done.stdout)
     assert found["rung"] > 0

@@ -77,11 +77,9 @@ def test_it_survives_a_neighbour_that_takes_half_of_the_card_and_gives_it_back(
     assert rungs[:20] == [0] * 20
     assert max(rungs[20:60]) > 0, "it did not step down"
     assert rungs[-1] == 0, "it did not climb back"
-    assert [one.step for one in Events(tmp_path / "run" / EVENTS).read()] == sorted(
-        one.step for one in Events(tmp_path / "run" / EVENTS).read()
-    )
-    down = [one for one in events(tmp_path / "run") if one.kind in ("oom", "tight")]
-    up = [one for one in events(tmp_path / "run") if one.kind == "climb"]
+    told = Events(tmp_path / "run" / EVENTS).read()
+    assert [one.step for one in told] == sorted(one.step for one in told)
+    down, up = ([one for one in told if one.kind in kinds] for kinds in (("oom", "tight"), ("climb",)))
     assert len(down) == len(up) == max(rungs)
     assert all(one.reason and one.figures for one in down)
 

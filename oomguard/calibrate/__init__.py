@@ -25,7 +25,7 @@ from oomguard.probe.verdict import Verdict
 from oomguard.spec import Spec
 
 OUT = (Verdict.OVER, Verdict.OOM)
-"""What ends before it has peaked tells how far it came."""
+"""What ends before a step is done tells how far it came."""
 
 
 class Kind(NamedTuple):
@@ -115,10 +115,12 @@ class Calibration:
     def __init__(self, spec: Spec, records: Iterable[Record], place: Place, cached: Iterable[Record] = ()) -> None:
         """`cached` are records of earlier searches: memory is as it was then, time perhaps not."""
         self.spec, self.place = spec, place
+        records = [*records]
         new = [one for one in records if one.steps and one.terms and one.spec.cell == spec.cell]
         old = [one for one in cached if one.steps and one.terms and one.spec.cell == spec.cell]
         self.records, self._new = [*old, *new], {id(one) for one in new}
-        self._failed = [one for one in records if one.verdict in OUT and one.peak_bytes and same_model(one.spec, spec)]
+        ended = [one for one in records if one.verdict in OUT and one.peak_bytes and not one.terms]
+        self._failed = [one for one in ended if same_model(one.spec, spec)]
         own = [one for one in self.records if same_model(one.spec, spec)]
         self.own = [(one, self._estimate(one)) for one in own]
         self._memory: dict[Kind, Fit] = {}

@@ -26,7 +26,7 @@ FEWEST = 8
 def longest_sequence(subject: Subject) -> Curve:
     """The longest sequence that fits against the budget: in one piece, and in segments.
 
-    >>> from oomguard.api import find_subject
+    >>> from oomguard.tradeoffs.find import find_subject
     >>> subject, _ = find_subject(cell="lstm", seq=1000, budget="1GiB", device="t4")
     >>> [one.name for one in longest_sequence(subject).series]
     ['in one piece', 'in segments']
@@ -117,7 +117,7 @@ def about(steps: int) -> str:
 def region(subject: Subject) -> Curve:
     """What fits, as a map over microbatch and sequence length.
 
-    >>> from oomguard.api import find_subject
+    >>> from oomguard.tradeoffs.find import find_subject
     >>> subject, _ = find_subject(cell="lstm", seq=1000, budget="1GiB", device="t4")
     >>> region(subject).title
     '1,000 steps fit with the whole batch in one pass, in segments'

@@ -27,7 +27,7 @@ MAKERS: dict[str, Callable[[Subject], Curve]] = {
 def curves_of(about: Plan | Subject) -> list[Curve]:
     """All curves of a plan (with what was measured for it), or of a subject.
 
-    >>> from oomguard.api import find_subject
+    >>> from oomguard.tradeoffs.find import find_subject
     >>> subject, _ = find_subject(cell="lstm", seq=1000, budget="1GiB", device="t4")
     >>> [one.name for one in curves_of(subject)] == [*MAKERS]
     True

@@ -17,7 +17,7 @@ MOST = 1 << 16
 def microbatch(subject: Subject) -> Curve:
     """The peak against the microbatch, for each precision, with the budget.
 
-    >>> from oomguard.api import find_subject
+    >>> from oomguard.tradeoffs.find import find_subject
     >>> subject, _ = find_subject(cell="lstm", seq=1000, budget="1GiB", device="t4")
     >>> microbatch(subject).title
     'Microbatches of up to 26 fit'
@@ -59,7 +59,7 @@ def _lines(name: str, found: Predicted, slot: int) -> list[Series]:
 def largest(subject: Subject, precision: str) -> int | None:
     """The largest microbatch that fits; None if none does.
 
-    >>> from oomguard.api import find_subject
+    >>> from oomguard.tradeoffs.find import find_subject
     >>> subject, _ = find_subject(cell="lstm", seq=1000, budget="1GiB", device="t4")
     >>> largest(subject, "fp32")
     26

@@ -14,7 +14,7 @@ from oomguard.tradeoffs.subject import Predicted, Subject, with_seq
 def in_one_piece(subject: Subject, spec: Spec, rows: int) -> Predicted:
     """What a plain pass needs.
 
-    >>> from oomguard.api import find_subject
+    >>> from oomguard.tradeoffs.find import find_subject
     >>> subject, _ = find_subject(cell="lstm", seq=1000, budget="1GiB", device="t4")
     >>> in_one_piece(subject, subject.spec, 32).fits.tolist()
     [False]
@@ -25,7 +25,7 @@ def in_one_piece(subject: Subject, spec: Spec, rows: int) -> Predicted:
 def in_segments(subject: Subject, spec: Spec, rows: int) -> Predicted:
     """What every number of segments that is worth a try needs, those that keep fewer border states included.
 
-    >>> from oomguard.api import find_subject
+    >>> from oomguard.tradeoffs.find import find_subject
     >>> subject, _ = find_subject(cell="lstm", seq=1000, budget="1GiB", device="t4")
     >>> bool(in_segments(subject, subject.spec, 32).fits.any())
     True
@@ -72,7 +72,7 @@ def longest(subject: Subject, way: Way, rows: int, guess: int | None = None) -> 
 def borders(subject: Subject, way: Way, sizes: list[int]) -> list[int]:
     """The longest for each of some microbatches: half as many sequences can be about twice as long.
 
-    >>> from oomguard.api import find_subject
+    >>> from oomguard.tradeoffs.find import find_subject
     >>> subject, _ = find_subject(cell="lstm", seq=1000, budget="1GiB", device="t4")
     >>> few, many = borders(subject, in_one_piece, [1, 32])
     >>> few > many

@@ -9,7 +9,7 @@ from typing import Any
 
 from oomguard.curves.value import Curve
 from oomguard.errors import MisuseError
-from oomguard.tradeoffs.save import write_file
+from oomguard.files import write_file
 
 SUFFIXES = (".png", ".html")
 """What curves are written as."""
@@ -32,13 +32,13 @@ def save_curves(curves: Sequence[Curve], path: str, heading: str = "Trade-offs",
             advice="Give the file one of these endings.",
         )
     content = to_png(curves[0]) if suffix == ".png" else _page(curves, heading, about).encode()
-    return write_file(target, content)
+    return write_file(target, content, "A curve")
 
 
 def to_png(curve: Curve) -> bytes:
     """The curve as a picture.
 
-    >>> from oomguard.api import find_subject
+    >>> from oomguard.tradeoffs.find import find_subject
     >>> from oomguard.curves.terms import timeline
     >>> to_png(timeline(find_subject(cell="gru", seq=100, device="t4")[0]))[1:4]
     b'PNG'
@@ -53,7 +53,7 @@ def to_png(curve: Curve) -> bytes:
 def to_mimebundle(curve: Curve) -> dict[str, Any]:
     """What a notebook chooses from: Plotly's figure, or the same as a picture. Nothing is fetched from anywhere.
 
-    >>> from oomguard.api import find_subject
+    >>> from oomguard.tradeoffs.find import find_subject
     >>> from oomguard.curves.terms import timeline
     >>> [*to_mimebundle(timeline(find_subject(cell="gru", seq=100, device="t4")[0]))]
     ['application/vnd.plotly.v1+json', 'image/png', 'text/plain']

@@ -34,7 +34,7 @@ class Knee:
 def knee_of(found: Predicted) -> Knee:
     """The knee of what is predicted for ever more segments, from 1 on.
 
-    >>> from oomguard.api import find_subject
+    >>> from oomguard.tradeoffs.find import find_subject
     >>> subject, _ = find_subject(cell="lstm", seq=1000, budget="1GiB", device="t4")
     >>> knee_of(sweep(subject)).segments
     13
@@ -54,7 +54,7 @@ def knee_of(found: Predicted) -> Knee:
 def sweep(subject: Subject, levels: int = 1) -> Predicted:
     """All numbers of segments that are worth a look, from 1 on; with more levels, from where those are worth it.
 
-    >>> from oomguard.api import find_subject
+    >>> from oomguard.tradeoffs.find import find_subject
     >>> subject, _ = find_subject(cell="lstm", seq=1000, budget="1GiB", device="t4")
     >>> sweep(subject).candidates.segments[:5].tolist()
     [1, 2, 3, 4, 5]
@@ -66,7 +66,7 @@ def sweep(subject: Subject, levels: int = 1) -> Predicted:
 def segments(subject: Subject) -> Curve:
     """Peak and time against the number of segments.
 
-    >>> from oomguard.api import find_subject
+    >>> from oomguard.tradeoffs.find import find_subject
     >>> subject, _ = find_subject(cell="lstm", seq=1000, budget="1GiB", device="t4")
     >>> segments(subject).question
     'What do segments save, and what do they cost?'

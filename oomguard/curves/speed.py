@@ -21,7 +21,7 @@ NEAR = 0.9
 def throughput(subject: Subject) -> Curve:
     """Throughput against the microbatch: predicted, and what was measured.
 
-    >>> from oomguard.api import find_subject
+    >>> from oomguard.tradeoffs.find import find_subject
     >>> subject, _ = find_subject(cell="lstm", seq=1000, budget="1GiB", device="t4")
     >>> throughput(subject).title
     'The larger the microbatch, the faster, up to the whole batch'
@@ -132,7 +132,7 @@ def _throughput_answer(subject: Subject, found: Predicted, near: int) -> str:
 def front(subject: Subject) -> Curve:
     """Speed against memory: all candidates, and those that nothing beats in both.
 
-    >>> from oomguard.api import find_subject
+    >>> from oomguard.tradeoffs.find import find_subject
     >>> subject, _ = find_subject(cell="lstm", seq=1000, budget="1GiB", device="t4")
     >>> front(subject).question
     'What does speed cost in memory?'

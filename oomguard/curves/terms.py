@@ -28,7 +28,7 @@ SLOTS |= {"runtime": 6, "weights": 5, "gradients": 7, "loader": 8}
 def terms(subject: Subject) -> Curve:
     """The terms of the peak, stacked, along the sequence length.
 
-    >>> from oomguard.api import find_subject
+    >>> from oomguard.tradeoffs.find import find_subject
     >>> subject, _ = find_subject(cell="lstm", seq=1000, budget="1GiB", device="t4")
     >>> terms(subject).title
     'Activations take 39% of the peak'
@@ -101,7 +101,7 @@ def _area(name: str, x: tuple[float, ...], sizes: list[int], slot: int) -> Serie
 def timeline(subject: Subject) -> Curve:
     """What is alive at each moment of a step, in the order in which they come.
 
-    >>> from oomguard.api import find_subject
+    >>> from oomguard.tradeoffs.find import find_subject
     >>> subject, _ = find_subject(cell="lstm", seq=1000, budget="1GiB", device="t4")
     >>> [word for _, word in timeline(subject).x.ticks]
     ['before', 'forward', 'loss', 'head', 'layers', 'optimizer']
@@ -148,7 +148,7 @@ def moments_in_order(subject: Subject) -> tuple[dict[str, dict[str, int]], tuple
 
     In segments, a forward pass that keeps only border states comes first.
 
-    >>> from oomguard.api import find_subject
+    >>> from oomguard.tradeoffs.find import find_subject
     >>> subject, _ = find_subject(cell="lstm", seq=1000, segments=10, budget="1GiB", device="t4")
     >>> moments, repeated = moments_in_order(subject)
     >>> [*moments][:3], repeated

@@ -57,6 +57,10 @@ def open_data(data: Any, spec: Spec, options: DataOptions | None = None, normali
     over the training part.
     """
     options = options or DataOptions()
+    if options.inputs_only:
+        raise MisuseError(
+            rule="Training needs targets", got="got inputs_only", advice="Leave it out: it is for predictions."
+        )
     opened = _ready(data, spec, options)
     train, validation = _split_items(opened) if isinstance(opened, Items) else _split_rows(opened, spec, options)
     if spec.vocab is not None or options.normalise == "none":

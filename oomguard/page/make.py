@@ -6,8 +6,7 @@ from pathlib import Path
 
 from oomguard.curves.drawing import section
 from oomguard.curves.page import TOGGLE, document
-from oomguard.errors import MisuseError
-from oomguard.files import replace_content
+from oomguard.files import write_file
 from oomguard.page.curves import curves
 from oomguard.page.summary import summary
 from oomguard.plan.html import inside
@@ -26,18 +25,7 @@ def save_page(plan: Plan, path: str | os.PathLike[str], sequences: int | None = 
     ...     save_page(plan, f"{directory}/report.html").name
     'report.html'
     """
-    target = Path(path)
-    content = make_page(plan, sequences).encode()
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        replace_content(target, content)
-    except OSError as error:
-        raise MisuseError(
-            rule="A page is written to a file of yours",
-            got=f"{target} cannot be written ({error.strerror})",
-            advice="Give another file.",
-        ) from None
-    return target
+    return write_file(path, make_page(plan, sequences).encode(), "A page")
 
 
 def make_page(plan: Plan, sequences: int | None = None) -> str:

@@ -13,7 +13,7 @@ from oomguard.candidate import check_candidate
 from oomguard.device.cuda import SETTINGS
 from oomguard.errors import MisuseError
 from oomguard.estimate.breakdown import estimate_step
-from oomguard.files import replace_content
+from oomguard.files import write_file
 from oomguard.plan.value import VERSION, Plan, Rung, figures
 from oomguard.probe.verdict import Verdict
 from oomguard.search.shorten import with_steps
@@ -34,18 +34,7 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> Path:
     ...     save_plan(plan, f"{directory}/gru/plan.json").name
     'plan.json'
     """
-    target = Path(path)
-    text = msgspec.json.format(msgspec.json.encode(plan), indent=2) + b"\n"
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        replace_content(target, text)
-    except OSError as error:
-        raise MisuseError(
-            rule="A plan is written to a file of yours",
-            got=f"{target} cannot be written ({error.strerror})",
-            advice="Give another --output.",
-        ) from None
-    return target
+    return write_file(path, msgspec.json.format(msgspec.json.encode(plan), indent=2) + b"\n", "A plan")
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:

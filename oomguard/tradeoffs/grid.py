@@ -33,7 +33,7 @@ def make_groups(subject: Subject, over: Over) -> list[Group]:
 
     A value that is left out everywhere is an error: that of the first combination with it.
 
-    >>> from oomguard.api import find_subject
+    >>> from oomguard.tradeoffs.find import find_subject
     >>> subject, over = find_subject(cell="lstm", seq=1000, budget="1GiB", device="t4")
     >>> [(one.spec.seq, len(one.candidates)) for one in make_groups(subject, {"seq": [2, 9], "segments": [1, 4]})]
     [(2, 1), (9, 2)]

@@ -45,7 +45,7 @@ def make_subject(spec: Spec, place: Place, budget_bytes: int, evidence: Evidence
 def look_at(subject: Subject, over: Over) -> Subject:
     """The subject, so that its curves show the values that were asked for.
 
-    >>> from oomguard.api import find_subject
+    >>> from oomguard.tradeoffs.find import find_subject
     >>> subject, over = find_subject(cell="lstm", seq=1000, budget="1GiB", device="t4")
     >>> look_at(subject, {"microbatch": [1, 32]}).microbatches
     [1, 32]

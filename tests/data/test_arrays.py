@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oomguard.data.cuts import Cuts, whole
-from oomguard.data.open import check_source, open_source
+from oomguard.data.open import check_source, open_data, open_source
 from oomguard.data.options import DataOptions
 from oomguard.data.source import Source
 from oomguard.errors import MisuseError
@@ -285,6 +285,12 @@ def test_targets_of_another_shape_are_refused(tmp_path: Path, shape: tuple[int, 
     targets = saved(tmp_path / "y.npy", numbers(*shape))
     with pytest.raises(MisuseError, match=r"must be 3 x 4 x 1, but .*y\.npy is"):
         open_source(inputs, spec(), DataOptions(targets=str(targets)))
+
+
+def test_training_without_targets_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path / "x.npy", numbers(3, 4, 2))
+    with pytest.raises(MisuseError, match="Training needs targets"):
+        open_data(path, spec(), DataOptions(inputs_only=True))
 
 
 def test_a_whole_source_can_be_checked_before_training(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from search.rig import Rig
 from strategies import attempt, has_three_beats
 
 import oomguard
-from oomguard.api import find_budget
+from oomguard.asked import find_budget
 from oomguard.errors import MisuseError
 from oomguard.estimate.place import resident_within
 from oomguard.plan.find import Question

@@ -5,8 +5,8 @@ from typing import Any
 
 from plan.searched import searched
 
-from oomguard.api import find_subject
 from oomguard.plan.value import Plan
+from oomguard.tradeoffs.find import find_subject
 from oomguard.tradeoffs.subject import Subject, subject_of
 from oomguard.units import GIB
 
