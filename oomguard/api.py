@@ -55,7 +55,7 @@ def estimate(
     if isinstance(candidate, Candidates):
         return replace(estimate_batch(spec, candidate, place, training=training), budget_bytes=limit_bytes)
     found = estimate_step(spec, candidate, place, training=training)
-    margin = margin_bytes(found.growth_bytes, candidate, place)
+    margin = margin_bytes(spec, found.growth_bytes, candidate, place)
     return replace(found, budget_bytes=limit_bytes, margin_bytes=margin)
 
 

@@ -174,3 +174,11 @@ def test_less_memory_in_the_middle_of_a_search_costs_nothing_but_room() -> None:
     row = choose(screen(less, records))
     assert row is not None
     assert machine.peak_bytes(LSTM, screen(less, records).candidates[row]) <= 600 * MIB
+
+
+@pytest.mark.parametrize("cores", [2, 8, 64])
+def test_before_anything_has_run_all_cores_are_taken(cores: int) -> None:
+    view = screen(make_problem(LSTM, 20 * GIB, cores=cores), [])
+    row = choose(view)
+    assert row is not None
+    assert view.candidates[row].threads == cores
