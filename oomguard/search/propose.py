@@ -47,7 +47,8 @@ def _fastest(known: Known) -> Probe | None:
     view = screen(known.problem, known.records)
     if not view.eligible.any():
         return _try_smallest(known, view)
-    confirmed = _confirmed(known, view) & (_pass_seconds(view) > 2 * PROBE_SECONDS)
+    again = view.shortest < view.longest  # or it was to be timed, and only turned out to be slow
+    confirmed = _confirmed(known, view) & again & (_pass_seconds(view) > 2 * PROBE_SECONDS)
     if confirmed.any():  # at a length that was not needed to time it: after that, only what is far better counts
         return _second(known, view, confirmed)
     if known.explore:

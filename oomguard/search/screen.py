@@ -16,7 +16,7 @@ from oomguard.probe.record import Record
 from oomguard.probe.verdict import Verdict
 from oomguard.search.problem import Problem
 from oomguard.search.space import grid, lossy, pick
-from oomguard.spec import Spec
+from oomguard.spec import MAX_SEQ, Spec
 from oomguard.units import MIB
 
 REPEAT_BYTES = 2 * MIB
@@ -48,6 +48,8 @@ class Screened:
     """Of a step, where the candidate (or a shortened one) has been timed; elsewhere nan."""
     longest: Any
     """The longest sequences that it has been run with; 0 if never."""
+    shortest: Any
+    """The shortest; as long as can be if never."""
     timeable: Any
     """Whether short sequences tell the time of long ones."""
 
@@ -86,6 +88,7 @@ def screen(problem: Problem, records: Sequence[Record], spec: Spec | None = None
     if problem.host_bytes is not None:
         fits = fits & (np.broadcast_to(estimate.host_bytes, len(candidates)) <= problem.host_bytes)
     seconds, longest = np.full(len(candidates), np.nan), np.zeros(len(candidates), dtype=np.int64)
+    shortest = np.full(len(candidates), MAX_SEQ, dtype=np.int64)
     faulting, large = (np.broadcast_to(ask(spec, candidates, estimate.engine), len(fits)) for ask in (faults, cold))
     late = np.zeros(len(candidates), dtype=bool)
     for record in sorted(records, key=lambda one: _weight(one, spec)):  # what weighs most has the last word
@@ -99,6 +102,7 @@ def screen(problem: Problem, records: Sequence[Record], spec: Spec | None = None
             tokens = record.spec.steps * record.candidate.microbatch
             each = record.fastest_pass_seconds / tokens
             seconds[rows] = each * (spec.steps * spec.batch) + calibration.update_seconds
+            shortest[rows] = np.minimum(shortest[rows], record.spec.steps)
             longest[rows] = np.maximum(longest[rows], record.spec.steps)
         elif record.verdict.name in HOPELESS:
             fits &= ~rows_like(candidates, record.candidate, _to_blame(record))
@@ -118,7 +122,8 @@ def screen(problem: Problem, records: Sequence[Record], spec: Spec | None = None
     timeable = ~large | problem.place.cuda
     return Screened(
         spec=spec, candidates=candidates, estimate=estimate, prediction=prediction, peak_bytes=peak, safe_bytes=safe,
-        fits=fits, seconds=seconds, longest=longest, timeable=timeable,
+        fits=fits, seconds=seconds, longest=longest, shortest=shortest,
+        timeable=timeable,
     )  # fmt: skip
 
 

@@ -182,3 +182,15 @@ def test_before_anything_has_run_all_cores_are_taken(cores: int) -> None:
     row = choose(view)
     assert row is not None
     assert view.candidates[row].threads == cores
+
+
+@pytest.mark.parametrize("busy", [3.3, 2.5])
+def test_where_many_threads_are_many_times_slower_one_is_taken(busy: float) -> None:
+    """As on a machine of two cores of which another process uses one. (A first probe that was thought to be short, and
+    is not, does not end the search.)"""
+    machine = Machine(effects={3: busy})
+    problem = make_problem(Spec(cell="lstm", seq=400, features=16, hidden=128, layers=1), 900 * MIB)
+    view = screen(problem, solve(machine, problem))
+    row = choose(view)
+    assert row is not None
+    assert view.candidates[row].threads == 1
