@@ -102,6 +102,27 @@ def test_of_text_the_likeliest_token_or_all_probabilities(tmp_path: Path) -> Non
     assert np.array_equal(shares[real].argmax(-1), likeliest[real])
 
 
+def test_a_token_of_new_text_means_the_character_that_it_meant_in_training(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.txt", tmp_path / "new.txt"
+    old.write_text("abcd" * 400)
+    new.write_text("bcd" * 40)
+    plan = plan_of(vocab=4, features=None, seq=10)
+    result = trained(tmp_path / "run", str(old), plan=plan, characters=True)
+    tokens = torch.tensor([("abcd".index(one)) for one in "bcd" * 40]).reshape(12, 10)
+    with torch.no_grad():
+        own, _ = result.model(tokens.T, None)
+    assert np.array_equal(oomguard.predict(str(tmp_path / "run"), str(new)), own.argmax(-1).T.numpy())
+
+
+def test_a_character_that_the_model_has_never_seen_is_named(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.txt", tmp_path / "new.txt"
+    old.write_text("abcd" * 40)
+    new.write_text("abxd")
+    trained(tmp_path / "run", str(old), plan=plan_of(vocab=9, features=None), characters=True)
+    with pytest.raises(MisuseError, match=r"new\.txt, character 2 is 'x'.*trained without it"):
+        oomguard.predict(str(tmp_path / "run"), str(new))
+
+
 def test_predictions_are_of_the_best_by_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from oomguard.train import loop
 

@@ -54,7 +54,8 @@ def _characters(path: Path, spec: Spec, options: DataOptions) -> tuple[Mapped, s
         vocabulary = "".join(map(chr, _distinct(path))) if given is None else given
         with Appended(home / "tokens", _dtype(len(vocabulary)), None) as array:
             for codes in _codes(path):
-                array.append(_tokens(codes, vocabulary, path, array.rows))
+                place = (path, array.rows)
+                array.append(_tokens(codes, vocabulary, place, trained=options.inputs_only))
         return {"vocabulary": vocabulary, "tokens": array.rows}
 
     home, about = cached(path, options.cache, {"characters": True, "vocabulary": given}, convert)
@@ -100,8 +101,8 @@ def _distinct(path: Path) -> Ints:
     return found
 
 
-def _tokens(codes: Array, vocabulary: str, path: Path, before: int) -> Array:
-    """The place of each character in the vocabulary."""
+def _tokens(codes: Array, vocabulary: str, place: tuple[Path, int], *, trained: bool) -> Array:
+    """The place of each character in the vocabulary; `place` is the file, and how many characters came before."""
     known = np.frombuffer(vocabulary.encode("utf-32-le"), dtype=np.uint32)
     order = np.argsort(known)
     places = np.minimum(np.searchsorted(known[order], codes), len(known) - 1)
@@ -110,7 +111,9 @@ def _tokens(codes: Array, vocabulary: str, path: Path, before: int) -> Array:
         first = int(unknown.argmax())
         raise MisuseError(
             rule="Every character must be in the vocabulary",
-            got=f"{path}, character {before + first:,} is {shown(chr(int(codes[first])))}",
-            advice="Add it to --vocabulary, or take it out of the file.",
+            got=f"{place[0]}, character {place[1] + first:,} is {shown(chr(int(codes[first])))}",
+            advice="Take it out of the file: the model was trained without it."
+            if trained
+            else "Add it to --vocabulary, or take it out of the file.",
         )
     return order[places]

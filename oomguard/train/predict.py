@@ -55,7 +55,9 @@ def run_prediction(run: str, data: Any, wanted: Wanted, options: dict[str, Any])
         raise MisuseError(
             rule="Probabilities are of classes", got="this run predicts numbers", advice="Leave --probabilities out."
         )
-    asked = msgspec.structs.replace(state.data_options, **{"validation": 0.0} | options)
+    # a token means the character that it meant in training, whatever the new file holds
+    was = {"validation": 0.0, "vocabulary": state.data.get("vocabulary")}
+    asked = msgspec.structs.replace(state.data_options, **was | options)
     if isinstance(data, str | Path | np.ndarray | Tensor):  # a Dataset and pairs give what they give
         source, own = _inputs_of(data, spec, asked, state.normaliser), reading(spec)
     else:
