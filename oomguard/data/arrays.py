@@ -8,7 +8,7 @@ import numpy as np
 from oomguard.data.columns import Columns, choose_columns, choose_inputs
 from oomguard.data.options import DataOptions
 from oomguard.data.rows import Store
-from oomguard.data.source import Array, Mapped, nothing_in, unreadable
+from oomguard.data.source import Array, Mapped, fingerprint, nothing_in, unreadable
 from oomguard.data.values import target_width
 from oomguard.errors import MisuseError
 from oomguard.spec import Spec
@@ -18,6 +18,7 @@ def open_array(data: str | Path | Array, spec: Spec, options: DataOptions) -> St
     """An array as a store; of a file only the header is read."""
     inputs = map_array(data)
     path = inputs.path
+    own = data if isinstance(data, np.ndarray) else Path(data)
     about = {"kind": "npy", "path": path, "shape": list(inputs.shape), "bytes": _bytes(inputs)}
     inputs, long = _series(inputs, spec)
     if 0 in inputs.shape:
@@ -35,7 +36,7 @@ def open_array(data: str | Path | Array, spec: Spec, options: DataOptions) -> St
             input_columns=columns,
             ahead=options.ahead or 0,
             per_series=per_series,
-            about=about | {"targets": options.targets},
+            about=about | {"targets": options.targets, "content": fingerprint(own, Path(options.targets))},
         )
     chosen = _columns(inputs, spec, options)
     return Store(
@@ -46,7 +47,7 @@ def open_array(data: str | Path | Array, spec: Spec, options: DataOptions) -> St
         input_columns=chosen.inputs or None,
         target_columns=chosen.targets or None,
         ahead=chosen.ahead,
-        about=about,
+        about=about | {"content": fingerprint(own)},
     )
 
 

@@ -14,7 +14,7 @@ from oomguard.data import values
 from oomguard.data.cache import Appended, remove_with, spool_directory
 from oomguard.data.options import DataOptions
 from oomguard.data.rows import Store
-from oomguard.data.source import Array, Ints, Mapped, Pair, nothing_in
+from oomguard.data.source import Array, Ints, Mapped, Pair, fingerprint, nothing_in
 from oomguard.errors import MisuseError
 from oomguard.spec import Spec
 
@@ -143,13 +143,14 @@ def spool(pairs: Iterable[Any], spec: Spec, options: DataOptions) -> Store:
         raise
     remove_with(inputs, home)
     lengths = np.fromfile(home / "steps", dtype=np.int64)
+    size_bytes, content = (home / "inputs").stat().st_size, fingerprint(home / "inputs", home / "targets")
     return Store(
         inputs=inputs,
         targets=targets,
         borders=np.concatenate([[0], np.cumsum(lengths)]),
         long=False,
         per_series=spec.head == "last-step",
-        about={"kind": "pairs", "path": type(pairs).__name__, "bytes": (home / "inputs").stat().st_size},
+        about={"kind": "pairs", "path": type(pairs).__name__, "bytes": size_bytes, "content": content},
     )
 
 

@@ -22,7 +22,7 @@ from oomguard.data.columns import Columns, choose_columns, missing_column
 from oomguard.data.options import DataOptions
 from oomguard.data.regroup import Regrouped, regroup
 from oomguard.data.rows import Store
-from oomguard.data.source import Array, Mapped, nothing_in, unreadable
+from oomguard.data.source import Array, Mapped, fingerprint, nothing_in, unreadable
 from oomguard.errors import MisuseError
 from oomguard.spec import Spec
 
@@ -69,6 +69,7 @@ def open_table(path: Path, kind: str, spec: Spec, options: DataOptions) -> Store
     if shared is None:
         width = len(wanted.targets)
         aimed = Mapped(str(home / "targets"), *_form(spec.loss == "cross-entropy", width, about["rows"]))
+    size_bytes, content = path.stat().st_size, fingerprint(path)
     return Store(
         inputs=read,
         targets=aimed,
@@ -76,7 +77,7 @@ def open_table(path: Path, kind: str, spec: Spec, options: DataOptions) -> Store
         long=options.id is None,
         target_columns=shared or None,
         ahead=wanted.ahead,
-        about={"kind": kind, "path": str(path), "bytes": path.stat().st_size, "rows": about["rows"]},
+        about={"kind": kind, "path": str(path), "bytes": size_bytes, "rows": about["rows"], "content": content},
     )
 
 

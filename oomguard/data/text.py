@@ -12,7 +12,7 @@ from oomguard.data.cache import Appended, cached
 from oomguard.data.columns import forecasts
 from oomguard.data.options import DataOptions
 from oomguard.data.rows import Store
-from oomguard.data.source import Array, Ints, Mapped, nothing_in, unreadable
+from oomguard.data.source import Array, Ints, Mapped, fingerprint, nothing_in, unreadable
 from oomguard.errors import MisuseError
 from oomguard.spec import Spec
 
@@ -32,7 +32,7 @@ def open_text(path: Path, spec: Spec, options: DataOptions) -> Store:
     size_bytes = path.stat().st_size
     if not size_bytes:
         raise nothing_in(path)
-    about = {"kind": "text", "path": str(path), "bytes": size_bytes}
+    about = {"kind": "text", "path": str(path), "bytes": size_bytes, "content": fingerprint(path)}
     if options.characters:
         tokens, vocabulary = _characters(path, spec, options)
         about |= {"vocabulary": vocabulary}

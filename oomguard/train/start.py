@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from oomguard.checkpoint import Checkpoint, load, restore
-from oomguard.checks import shown
+from oomguard.checks import flag, shown
 from oomguard.data.loader import Loader, size_loader
 from oomguard.data.open import open_data
 from oomguard.data.options import DataOptions
@@ -140,20 +140,31 @@ def _begun(job: Job) -> State:
 
 
 def _taken_up(job: Job, last: Checkpoint) -> State:
-    """The state of a checkpoint, if the data is what it was then."""
+    """The state of a checkpoint, if the data is what it was then, and is read as it was."""
     state = _state_of(last)
-    was, now = _plain(state.data), _plain(job.data.train.describe())
+    _check_same(_by_flag(state.data_options), _by_flag(job.data_options))  # first: the rest follows from them
+    _check_same(_plain(state.data), _plain(job.data.train.describe()))
+    rungs = [job.plan.candidate, *(rung.candidate for rung in job.plan.fallbacks)]
+    if last.candidate in rungs[state.standing.rung : state.standing.rung + 1]:
+        return state
+    return msgspec.structs.replace(state, standing=Standing())  # another plan: its ladder is begun at the top
+
+
+def _check_same(was: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raise if a run would go on with something else: of another split it has seen what it is validated on."""
     for name in [*was, *(one for one in now if one not in was)]:
-        if was.get(name) != now.get(name) and name != "path":
+        if was.get(name) != now.get(name) and name not in ("path", "targets"):  # files may be elsewhere by now
             raise MisuseError(
                 rule="A run goes on with the data that it began with",
                 got=f"its {name} was {shown(was.get(name))} and is {shown(now.get(name))}",
                 advice="Give the same --data and its options, or another --run.",
             )
-    rungs = [job.plan.candidate, *(rung.candidate for rung in job.plan.fallbacks)]
-    if last.candidate in rungs[state.standing.rung : state.standing.rung + 1]:
-        return state
-    return msgspec.structs.replace(state, standing=Standing())  # another plan: its ladder is begun at the top
+
+
+def _by_flag(options: DataOptions) -> dict[str, Any]:
+    """The options that say which sequences there are; of the others, what they do is in the source's description."""
+    given = _plain(options).items()
+    return {flag(name): value for name, value in given if name not in ("workers", "cache", "format", "nan", "targets")}
 
 
 def _plain(value: Any) -> dict[str, Any]:
