@@ -150,6 +150,7 @@ def spool(pairs: Iterable[Any], spec: Spec, options: DataOptions) -> Store:
         borders=np.concatenate([[0], np.cumsum(lengths)]),
         long=False,
         per_series=spec.head == "last-step",
+        checked=True,
         about={"kind": "pairs", "path": type(pairs).__name__, "bytes": size_bytes, "content": content},
     )
 

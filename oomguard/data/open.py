@@ -15,7 +15,7 @@ from oomguard.data.arrays import open_array
 from oomguard.data.items import Items, open_items, spool
 from oomguard.data.normalise import Normalised, Normaliser, fit_normaliser
 from oomguard.data.options import DataOptions, Format, check_used
-from oomguard.data.rows import Store, cut_rows, unfinished_rows
+from oomguard.data.rows import Rows, Store, cut_rows, unfinished_rows
 from oomguard.data.source import Source, nothing_in, unreadable
 from oomguard.data.text import open_text
 from oomguard.errors import MisuseError
@@ -69,6 +69,19 @@ def open_data(data: Any, spec: Spec, options: DataOptions | None = None, normali
         normaliser = fit_normaliser(train, targets=options.normalise == "both" and spec.loss == "mse")
     checked = None if validation is None else Normalised(validation, normaliser)
     return Data(train=Normalised(train, normaliser), validation=checked, normaliser=normaliser)
+
+
+def check_data(data: Data) -> None:
+    """Read what nobody has read yet, so that what is wrong with it is known now, and not after hours.
+
+    Who fitted a normaliser has read the training part. A Dataset is left alone: it may be slow, and has said its
+    lengths or was looked at.
+    """
+    parts = [data.validation] if data.normaliser is not None else [data.train, data.validation]
+    for part in parts:
+        source = part.source if isinstance(part, Normalised) else part
+        if isinstance(source, Rows) and not source.store.checked:
+            check_source(source)
 
 
 def check_source(source: Source) -> int:

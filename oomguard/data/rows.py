@@ -34,6 +34,8 @@ class Store:
     """A row of the targets is for a whole series."""
     unfinished: Ints | None = None
     """Rows, in order, that hold a NaN; None: nobody has looked."""
+    checked: bool = False
+    """Whether every number was looked at when it was opened."""
     about: dict[str, Any]
     """For `Source.describe`."""
 

@@ -77,6 +77,7 @@ def open_table(path: Path, kind: str, spec: Spec, options: DataOptions) -> Store
         long=options.id is None,
         target_columns=shared or None,
         ahead=wanted.ahead,
+        checked=True,
         about={"kind": kind, "path": str(path), "bytes": size_bytes, "rows": about["rows"], "content": content},
     )
 

@@ -43,7 +43,8 @@ def open_text(path: Path, spec: Spec, options: DataOptions) -> Store:
         tokens.unit = "byte"
     borders = np.array([0, tokens.count], dtype=np.int64)
     ahead = 0 if options.inputs_only else 1
-    return Store(inputs=tokens, targets=tokens, borders=borders, long=True, ahead=ahead, about=about)
+    checked = options.characters or spec.vocab >= BYTES  # every byte is a token then
+    return Store(inputs=tokens, targets=tokens, borders=borders, long=True, ahead=ahead, checked=checked, about=about)
 
 
 def _characters(path: Path, spec: Spec, options: DataOptions) -> tuple[Mapped, str]:

@@ -14,7 +14,7 @@ import torch
 from oomguard.checkpoint import Checkpoint, load, restore
 from oomguard.checks import flag, shown
 from oomguard.data.loader import Loader, size_loader
-from oomguard.data.open import open_data
+from oomguard.data.open import check_data, open_data
 from oomguard.data.options import DataOptions
 from oomguard.data.order import Bucket
 from oomguard.device import Device, open_device
@@ -42,12 +42,15 @@ def run_training(
     """Execute a plan on data; with `resume`, from where its run was left."""
     options, data_options = asked
     home = Path(options.run or f"runs/{plan.spec.cell}-{plan.spec.steps}")
+    _check_validated(options, data_options)
     _warn_of_exports(plan)
     with join(plan.where.device, plan.spec) as ranks:
         last = _last(home, options)
         ranks.agree([0])  # nobody writes a checkpoint before everybody has looked for one
         kept = None if last is None else _state_of(last).normaliser
         opened = open_data(data, plan.spec, data_options, kept)
+        if last is None:  # otherwise it was checked then
+            check_data(opened)
         job = Job(plan=plan, options=options, data_options=data_options, data=opened, home=home)
         torn = False
         while True:
@@ -63,6 +66,17 @@ def run_training(
             finally:
                 if trainer.metrics is not None:
                     trainer.metrics.close()
+            del trainer  # its weights go before others come: memory is short
+
+
+def _check_validated(options: TrainOptions, data_options: DataOptions) -> None:
+    for name in ("patience", "validate_every"):
+        if getattr(options, name) is not None and not data_options.validation:
+            raise MisuseError(
+                rule=f"{flag(name)} needs data that is kept for validation",
+                got=f"got --validation {data_options.validation:g}",
+                advice=f"Leave {flag(name)} out, or give --validation a share such as 0.1.",
+            )
 
 
 def missing_exports(plan: Plan) -> dict[str, str]:
