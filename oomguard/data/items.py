@@ -32,6 +32,8 @@ class Items:
     """Steps of each, once cut."""
     cut: NDArray[np.bool_]
     """Which were longer."""
+    dropped: int = 0
+    """Items of the whole Dataset that were left out since they hold a NaN."""
 
     @property
     def truncated(self) -> int:
@@ -57,7 +59,8 @@ class Items:
     def describe(self) -> dict[str, Any]:
         """Plain values for a checkpoint."""
         found = {"kind": "Dataset", "path": type(self.dataset).__name__, "items": len(self.dataset)}
-        return {**found, "sequences": len(self), "steps": int(self.lengths.sum()), "truncated": self.truncated}
+        found |= {"sequences": len(self), "steps": int(self.lengths.sum()), "truncated": self.truncated}
+        return {**found, "dropped": self.dropped}
 
 
 def open_items(dataset: Any, spec: Spec, options: DataOptions) -> Items:
@@ -93,6 +96,7 @@ def open_items(dataset: Any, spec: Spec, options: DataOptions) -> Items:
         chosen=chosen,
         lengths=np.minimum(lengths, spec.steps),
         cut=long,
+        dropped=count - len(chosen),
     )
 
 

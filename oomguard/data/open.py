@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from oomguard.data.arrays import open_array
 from oomguard.data.items import Items, open_items, spool
 from oomguard.data.normalise import Normalised, Normaliser, fit_normaliser
 from oomguard.data.options import DataOptions, Format, check_used
-from oomguard.data.rows import Rows, Store, cut_rows, unfinished_rows
+from oomguard.data.rows import Rows, Store, check_lengths, cut_rows, unfinished_rows
 from oomguard.data.source import Source, nothing_in, unreadable
 from oomguard.data.text import open_text
 from oomguard.errors import MisuseError
@@ -33,6 +33,27 @@ _SUFFIXES = {
 }
 
 
+class Missing(NamedTuple):
+    """What of the data is not there for training and validation.
+
+    >>> Missing(truncated=1200, dropped=1).words()
+    '1,200 were cut to the length of the spec, 1 was left out for a NaN'
+    """
+
+    truncated: int = 0
+    """Sequences that were cut."""
+    dropped: int = 0
+    """Sequences that were left out, for a NaN."""
+    short: int = 0
+    """Series, or what the split leaves of one, that were left out, without a target."""
+
+    def words(self) -> str:
+        """What there is to tell, if there is."""
+        told = ("cut to the length of the spec", "left out for a NaN", "too short to have a target")
+        counted = [(count, f"{count:,} {'was' if count == 1 else 'were'}") for count in self]
+        return ", ".join(f"{words} {what}" for (count, words), what in zip(counted, told, strict=True) if count)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
     """What is trained on, and what is kept to see how well. No step of one is in the other."""
@@ -41,6 +62,8 @@ class Data:
     validation: Source | None
     normaliser: Normaliser | None
     """Fitted on the training part, or as it was given."""
+    missing: Missing
+    """Of both."""
 
 
 def open_source(data: Any, spec: Spec, options: DataOptions | None = None) -> Source:
@@ -63,12 +86,18 @@ def open_data(data: Any, spec: Spec, options: DataOptions | None = None, normali
         )
     opened = _ready(data, spec, options)
     train, validation = _split_items(opened) if isinstance(opened, Items) else _split_rows(opened, spec, options)
+    missing = _missing([opened] if isinstance(opened, Items) else [train, validation])
     if spec.vocab is not None or options.normalise == "none":
-        return Data(train=train, validation=validation, normaliser=None)
+        return Data(train=train, validation=validation, normaliser=None, missing=missing)
     if normaliser is None:
         normaliser = fit_normaliser(train, targets=options.normalise == "both" and spec.loss == "mse")
     checked = None if validation is None else Normalised(validation, normaliser)
-    return Data(train=Normalised(train, normaliser), validation=checked, normaliser=normaliser)
+    return Data(train=Normalised(train, normaliser), validation=checked, normaliser=normaliser, missing=missing)
+
+
+def _missing(parts: list[Any]) -> Missing:
+    described = [part.describe() for part in parts if part is not None]
+    return Missing(*(sum(one.get(name, 0) for one in described) for name in Missing._fields))
 
 
 def check_data(data: Data) -> None:
@@ -173,6 +202,7 @@ def _split_rows(store: Store, spec: Spec, options: DataOptions) -> tuple[Source,
         sides = cuts.split_in_blocks(pieces, share, options.seed, least=spec.steps + store.ahead)
     else:
         sides = cuts.split_by_series(pieces, share, options.seed)
+    check_lengths(store, cuts.Pieces(*map(np.concatenate, zip(*sides, strict=True))), spec, options)
     for name, side in zip(("training", "validation"), sides, strict=True):
         if not (side.stops - side.starts > store.ahead).any():
             raise nothing_in(f"the part of {store.about['path']} for {name}")

@@ -94,14 +94,13 @@ class Rows:
 def cut_rows(store: Store, spec: Spec, options: DataOptions, pieces: Pieces | None = None) -> Rows:
     """The sequences of some pieces of a file (None: of all its series)."""
     pieces = cuts.whole(store.borders) if pieces is None else pieces
+    check_lengths(store, pieces, spec, options)
     truncated = 0
     if store.long or options.stride is not None:
         _check_windows(store)
         made = Cuts(pieces=pieces, ahead=store.ahead, seq=spec.steps, stride=options.stride or spec.steps)
     else:
         shorter, truncated = cuts.shorten(pieces, spec.steps, store.ahead, keep_end=spec.head == "last-step")
-        if truncated and not options.truncate:
-            raise _too_long(store, pieces, spec)
         made = Cuts(pieces=shorter, ahead=store.ahead)
     if store.unfinished is not None:
         made = made.without(store.unfinished)
@@ -114,7 +113,7 @@ def cut_rows(store: Store, spec: Spec, options: DataOptions, pieces: Pieces | No
         nan=options.nan,
         truncated=truncated,
         dropped=made.total - len(made),
-        short=len(pieces.starts) - len(made.pieces.starts),
+        short=int(np.count_nonzero((pieces.stops > pieces.starts) & (pieces.stops - pieces.starts <= store.ahead))),
     )
 
 
@@ -140,11 +139,14 @@ def _check_windows(store: Store) -> None:
         )
 
 
-def _too_long(store: Store, pieces: Pieces, spec: Spec) -> MisuseError:
+def check_lengths(store: Store, pieces: Pieces, spec: Spec, options: DataOptions) -> None:
+    """Raise if a sequence would be too long, and none may be cut."""
     steps = pieces.stops - pieces.starts - store.ahead
-    worst = int(steps.argmax())
     over = int(np.count_nonzero(steps > spec.steps))
-    return MisuseError(
+    if not over or options.truncate or store.long or options.stride is not None:
+        return
+    worst = int(steps.argmax())
+    raise MisuseError(
         rule=f"A sequence must not be longer than the spec says ({spec.steps:,} steps)",
         got=f"series {int(pieces.series[worst]):,} of {store.about['path']} has {int(steps[worst]):,} steps "
         f"({over:,} are too long)",

@@ -7,10 +7,11 @@ from typing import Any
 import msgspec
 
 from oomguard.data.normalise import Normaliser
-from oomguard.data.open import Data
+from oomguard.data.open import Data, Missing
 from oomguard.data.options import DataOptions
 from oomguard.data.order import Position
 from oomguard.guard.ladder import Standing
+from oomguard.metrics import Event
 from oomguard.model import Recurrent
 from oomguard.plan.value import Plan
 from oomguard.train.options import TrainOptions
@@ -74,6 +75,8 @@ class Told:
     """Of so many."""
     rung: int
     """On the ladder."""
+    events: tuple[Event, ...] = ()
+    """What was changed since the last time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,3 +99,5 @@ class Result:
     """The largest that was seen, in this process."""
     model: Recurrent
     """What was trained, as it is after the last step."""
+    missing: Missing
+    """What of the data was cut or left out."""

@@ -186,6 +186,7 @@ class Trainer:
             peak_bytes=self.guard.watch.peak_bytes,
             budget_bytes=self.job.plan.budget_bytes,
             rung=self.guard.rung,
+            events=() if self.guard.events is None else self.guard.events.news(),
         )
 
     def _result(self, ended: str) -> Result:
@@ -198,6 +199,7 @@ class Trainer:
             rung=self.guard.rung,
             peak_bytes=self.guard.watch.peak_bytes,
             model=self.training.model,
+            missing=self.job.data.missing,
         )
 
 

@@ -140,6 +140,8 @@ def _trainer(job: Job, ranks: Ranks, last: Checkpoint | None, model: Model) -> T
         if last is None:
             save_plan(plan, job.home / "plan.json")
             trainer.save()
+            if any(job.data.missing):
+                guard.tell("data", f"Of all sequences, {job.data.missing.words()}.", **job.data.missing._asdict())
         else:
             guard.tell("resume", f"The run was taken up at step {state.step:,}.", rung=guard.rung)
     return trainer
