@@ -73,7 +73,7 @@ def open_items(dataset: Any, spec: Spec, options: DataOptions) -> Items:
         lengths = np.empty(count, dtype=np.int64)
         for number in range(count):
             inputs, targets = checked_pair(spec, dataset[number], options, f"item {number:,}")
-            fine = options.nan != "drop" or (np.isfinite(inputs).all() and np.isfinite(targets).all())
+            fine = options.nan != "drop" or (_finished(inputs) and _finished(targets))
             lengths[number] = len(inputs) if fine else 0
     else:
         lengths = np.asarray(known, dtype=np.int64)
@@ -124,6 +124,10 @@ def checked_pair(spec: Spec, item: Any, options: DataOptions, name: str) -> Pair
     return values.as_inputs(
         spec, inputs, options.nan, lambda row, column: f"{name}, step {row:,}, column {column}"
     ), found if lead else found[0]
+
+
+def _finished(block: Array) -> bool:
+    return bool((np.isfinite(block) & (block != values.MISSING)).all())
 
 
 def _check_shape(array: Array, wanted: tuple[int, ...], what: str, options: str) -> None:

@@ -123,7 +123,7 @@ def _ready(data: Any, spec: Spec, options: DataOptions) -> Store | Items:
     opened = _opened(data, spec, options)
     if isinstance(opened, Items) or options.nan != "drop":
         return opened
-    return replace(opened, unfinished=unfinished_rows(opened, spec))
+    return replace(opened, unfinished=unfinished_rows(opened))
 
 
 def _opened(data: Any, spec: Spec, options: DataOptions) -> Store | Items:

@@ -154,14 +154,11 @@ def check_lengths(store: Store, pieces: Pieces, spec: Spec, options: DataOptions
     )
 
 
-def unfinished_rows(store: Store, spec: Spec) -> Ints:
+def unfinished_rows(store: Store) -> Ints:
     """The rows, in order, that hold a NaN as input or as target. All of the file is gone through once."""
-    found = [np.empty(0, dtype=np.int64)]
-    if spec.vocab is None:
-        found += _bad_rows(store.inputs, store.input_columns)
+    found = [np.empty(0, dtype=np.int64), *_bad_rows(store.inputs, store.input_columns)]
     own = set(store.target_columns or ()) - set(store.input_columns or store.target_columns or ())
-    seen = spec.vocab is None and store.targets is store.inputs and not own
-    if spec.loss == "mse" and not seen:
+    if store.targets is not store.inputs or own:
         bad = _bad_rows(store.targets, store.target_columns)
         if store.per_series:  # one row that every sequence of the series has
             bad = [store.borders[1:][series] - 1 for series in bad]
@@ -170,11 +167,12 @@ def unfinished_rows(store: Store, spec: Spec) -> Ints:
 
 
 def _bad_rows(mapped: Mapped, columns: tuple[int, ...] | None) -> list[Ints]:
-    if mapped.dtype.kind != "f":
+    if mapped.dtype.kind != "f" and mapped.dtype != np.int64:
         return []
     found = []
     for start, block in mapped.blocks():
-        fine = np.isfinite(_picked(block, columns).reshape(len(block), -1)).all(axis=1)
+        rows = _picked(block, columns).reshape(len(block), -1)
+        fine = (np.isfinite(rows) if mapped.dtype.kind == "f" else rows != values.MISSING).all(axis=1)
         if not fine.all():
             found.append(np.flatnonzero(~fine) + start)
     return found

@@ -64,6 +64,8 @@ def open_table(path: Path, kind: str, spec: Spec, options: DataOptions) -> Store
     home, about = cached(path, options.cache, asked, lambda to: _convert(table, wanted, spec, options.id, to))
     if about["unfinished"] is not None and options.nan == "error":
         raise values.not_finite(*about["unfinished"])
+    if about["missing"] is not None and options.nan != "drop":
+        raise values.no_index(*about["missing"])
     read = Mapped(str(home / "inputs"), *_form(spec.vocab is not None, len(wanted.inputs), about["rows"]))
     shared, aimed = _shared(wanted, spec), read
     if shared is None:
@@ -167,7 +169,7 @@ def _batches(table: Table, wanted: list[str], id_column: str | None) -> Iterator
 
 
 def _convert(table: Table, columns: Columns, spec: Spec, id_column: str | None, home: Path) -> dict[str, Any]:
-    """Write the arrays, and say how many rows there are and where the first NaN is."""
+    """Write the arrays, and say how many rows there are and where the first NaN is, of numbers and of indices."""
     wanted = list(dict.fromkeys(table.names[i] for i in (*columns.inputs, *columns.targets)))
     wanted += [] if id_column is None else [id_column]
     with ExitStack() as stack:
@@ -187,7 +189,7 @@ def _convert(table: Table, columns: Columns, spec: Spec, id_column: str | None, 
     if groups is not None:
         borders = regroup(groups, [one.mapped() for one in writer.arrays])
     borders.tofile(home / "borders")
-    return {"rows": rows, "unfinished": writer.unfinished}
+    return {"rows": rows, "unfinished": writer.unfinished, "missing": writer.missing}
 
 
 class _Writer:
@@ -196,6 +198,7 @@ class _Writer:
     def __init__(self, table: Table, columns: Columns, spec: Spec, home: Path, stack: ExitStack) -> None:
         self.table, self.spec, self.rows = table, spec, 0
         self.unfinished: tuple[str, str] | None = None
+        self.missing: tuple[str, str, int, tuple[str, str]] | None = None
         names = table.names
         parts = [("inputs", [names[i] for i in columns.inputs], spec.vocab, ("A token", "--vocab"))]
         if _shared(columns, spec) is None:
@@ -212,15 +215,21 @@ class _Writer:
     def append(self, batch: pa.RecordBatch) -> None:
         for (_, names, below, named), array in zip(self.parts, self.arrays, strict=True):
             block = np.stack([self._numbers(batch, name) for name in names], axis=1)
-            if below is not None:
-                array.append(values.as_indices(block, below, named, partial(self._place, names)))
+            if below is not None:  # a NaN is kept, since it may be asked for again with --nan drop
+                indices = values.as_indices(block, below, named, partial(self._place, names), "drop")
+                gone = indices == values.MISSING
+                if self.missing is None and gone.any():
+                    row = int(gone.argmax())
+                    self.missing = (self._place(names, row, 0), str(block[row, 0]), below, named)
+                array.append(indices)
                 continue
-            bad = ~np.isfinite(block)
+            with np.errstate(over="ignore"):
+                numbers = block.astype(np.float32)
+            bad = ~np.isfinite(numbers)  # also what float32 is too small for
             if self.unfinished is None and bad.any():
                 row, column = (int(one) for one in np.argwhere(bad)[0])
                 self.unfinished = (self._place(names, row, column), str(block[row, column]))
-            with np.errstate(over="ignore"):
-                array.append(block)
+            array.append(numbers)
         self.rows += batch.num_rows
 
     def _numbers(self, batch: pa.RecordBatch, name: str) -> Array:

@@ -265,6 +265,23 @@ def test_a_class_out_of_range_is_named(tmp_path: Path) -> None:
         targets_of(source)
 
 
+def test_sequences_without_a_class_can_be_dropped_but_are_never_of_class_zero(tmp_path: Path) -> None:
+    inputs, targets = saved(tmp_path / "x.npy", numbers(3, 4, 2)), saved(tmp_path / "y.npy", [2, np.nan, 1])
+    wanted = spec(head="last-step", loss="cross-entropy", outputs=3)
+    drop = open_source(inputs, wanted, DataOptions(targets=str(targets), nan="drop"))
+    assert targets_of(drop) == [2, 1]
+    zero = open_source(inputs, wanted, DataOptions(targets=str(targets), nan="zero"))
+    with pytest.raises(MisuseError, match=r"y\.npy, row 1 is nan.*--nan drop"):
+        targets_of(zero)
+
+
+def test_a_class_out_of_range_is_never_dropped(tmp_path: Path) -> None:
+    inputs, targets = saved(tmp_path / "x.npy", numbers(3, 4, 2)), saved(tmp_path / "y.npy", [2, -1, 1])
+    wanted = spec(head="last-step", loss="cross-entropy", outputs=3)
+    with pytest.raises(MisuseError, match="row 1 is -1"):
+        targets_of(open_source(inputs, wanted, DataOptions(targets=str(targets), nan="drop")))
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [

@@ -138,6 +138,15 @@ def test_a_nan_is_named_dropped_or_zero(form: Any) -> None:
 
 
 @FORMS
+def test_items_without_a_class_can_be_dropped(form: Any) -> None:
+    given = [(numbers(2, 2), np.array([0.0, np.nan])), (numbers(3, 2), np.array([2.0, 1.0, 0.0]))]
+    wanted = spec(loss="cross-entropy", outputs=3)
+    assert targets_of(open_source(form(given), wanted, DataOptions(nan="drop"))) == [[2, 1, 0]]
+    with pytest.raises(MisuseError, match=r"is nan.*--nan drop"):
+        targets_of(open_source(form(given), wanted, DataOptions(nan="zero")))
+
+
+@FORMS
 @pytest.mark.parametrize(
     ("item", "told"),
     [

@@ -170,6 +170,7 @@ def test_a_conversion_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
         ("a,b,y\n1,2,3\n4,5,6,7\n", r"t\.csv, row 3 has 4"),
         ("a,b,y\n1,2,3\n4,,6\n", r"finite, but .*t\.csv, row 3, column 'b' is nan"),
         ("a,b,y\n1,2,3\n4,inf,6\n", r"row 3, column 'b' is inf"),
+        ("a,b,y\n1,2,3\n4,1e300,6\n", r"finite, but .*t\.csv, row 3, column 'b' is 1e\+300"),
         ("1,2,3\n4,nan,6\n", r"row 2, column '1' is nan"),
         ("a,b,y\n", r"t\.csv has none"),
         ("", r"t\.csv has none"),
@@ -256,6 +257,22 @@ def test_a_token_or_class_out_of_range_is_named(tmp_path: Path, columns: Any, wa
     path = saved(tmp_path, columns, "csv")
     with pytest.raises(MisuseError, match=told):
         open_source(path, wanted)
+
+
+@KINDS
+def test_series_without_a_class_are_dropped(tmp_path: Path, kind: str) -> None:
+    columns = TABLE | {"price": [0, 1, None, 2, 1, 0]}
+    path, wanted = saved(tmp_path, columns, kind), spec(loss="cross-entropy", outputs=3)
+    found = open_source(path, wanted, DataOptions(id="shop", nan="drop"))
+    assert (targets_of(found), found.describe()["dropped"]) == ([[1, 1], [2]], 1)
+    for nan in ("error", "zero"):
+        with pytest.raises(MisuseError, match=r"0 to 2, but .*, row \d, column 'price' is nan.*--nan drop"):
+            open_source(path, wanted, DataOptions(id="shop", nan=nan))  # type: ignore[arg-type]
+
+
+def test_windows_without_a_token_are_dropped(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"token": [1, 2, 3, 4, 5, "nan", 7, 8, 9, 1, 2]}, "csv")
+    assert inputs_of(open_source(path, tokens(seq=2), DataOptions(nan="drop"))) == [[1, 2], [3, 4], [7, 8], [9, 1]]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv"])
