@@ -1,5 +1,6 @@
 """Predictions: the model's own outputs, in the units of the data, in every form."""
 
+import csv
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,27 @@ def test_predictions_in_a_file_are_those_in_memory(tmp_path: Path, output: str) 
         lines = np.loadtxt(path, delimiter=",", skiprows=1)
         assert np.array_equal(lines[:, :2], [[n, t] for n in range(9) for t in range(6)])
         assert np.allclose(lines[:, 2], wanted.ravel())
+
+
+def test_predictions_of_a_table_say_whose_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    rows = [("é" if i % 3 == 0 else '"x, y"', i) for i in range(12)]
+    path.write_text("shop,a,b,y\n" + "".join(f"{shop},{i},{i},{i}\n" for shop, i in rows), encoding="utf-8")
+    trained(tmp_path / "run", str(path), id="shop", stride=6)
+    output = oomguard.predict(str(tmp_path / "run"), str(path), output=str(tmp_path / "new" / "p.csv"))
+    with open(output, newline="", encoding="utf-8") as file:
+        found = [*csv.DictReader(file)]
+    firsts = {(one["sequence"], one["id"], one["first_row"]) for one in found}
+    # rows as an editor shows them, with the header as row 1
+    assert sorted(firsts) == [("0", "é", "2"), ("1", "x, y", "3"), ("2", "x, y", "12")]
+    assert [one["step"] for one in found] == [str(step) for steps in (4, 6, 2) for step in range(steps)]
+
+
+def test_predictions_of_a_long_series_say_where_each_window_begins(tmp_path: Path) -> None:
+    trained(tmp_path / "run", numbers(rows=5).reshape(-1, 3))
+    output = oomguard.predict(str(tmp_path / "run"), numbers(rows=2).reshape(-1, 3), output=str(tmp_path / "p.csv"))
+    with open(output, newline="") as file:
+        assert [one["first_row"] for one in csv.DictReader(file)] == ["0"] * 6 + ["6"] * 6
 
 
 def test_what_comes_after_a_short_sequence_is_empty(tmp_path: Path) -> None:

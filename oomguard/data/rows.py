@@ -1,6 +1,9 @@
 """Rows: the source behind every file. Arrays of all steps of all series, mapped, and sequences cut from them."""
 
+import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +39,12 @@ class Store:
     """Rows, in order, that hold a NaN; None: nobody has looked."""
     checked: bool = False
     """Whether every number was looked at when it was opened."""
+    first_row: int = 0
+    """The number of the first row, as messages count them."""
+    ids: Path | None = None
+    """The file with the id of each series; None: they have none."""
+    places: Mapped | None = None
+    """The number of each row in the file that the user knows; None: they lie as there."""
     about: dict[str, Any]
     """For `Source.describe`."""
 
@@ -89,6 +98,21 @@ class Rows:
         """Plain values for a checkpoint."""
         found = {"sequences": len(self), "steps": int(self.lengths.sum()), "truncated": self.truncated}
         return {**self.store.about, **found, "dropped": self.dropped, "short": self.short}
+
+
+def origins(rows: Rows) -> tuple[list[str], Callable[[int], list[Any]]]:
+    """Whose each sequence is: names of columns, and what they hold for a sequence. Series of an array have numbers."""
+    store, unit = rows.store, f"first_{rows.store.inputs.unit}"
+    if store.ids is None:
+        return ([unit], lambda index: [store.first_row + rows.cuts[index][0]]) if store.long else ([], lambda _: [])
+    ids, places = json.loads(store.ids.read_bytes()), store.places
+    assert places is not None  # they were written together
+
+    def found(index: int) -> list[Any]:
+        start, _, series = rows.cuts[index]
+        return [ids[series], int(places.rows(start, 1)[0])]
+
+    return ["id", unit], found
 
 
 def cut_rows(store: Store, spec: Spec, options: DataOptions, pieces: Pieces | None = None) -> Rows:

@@ -4,6 +4,7 @@ Sequences are asked for in random order. A row group of a Parquet file would be 
 parsed, so both are converted; rows of one series, wherever they stand in the file, come to lie together.
 """
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -77,6 +78,9 @@ def open_table(path: Path, kind: str, spec: Spec, options: DataOptions) -> Store
         targets=aimed,
         borders=np.fromfile(home / "borders", dtype=np.int64),
         long=options.id is None,
+        first_row=table.first_row,
+        ids=None if options.id is None else home / "ids",
+        places=None if options.id is None else Mapped(str(home / "places"), np.int64, (about["rows"],)),
         target_columns=shared or None,
         ahead=wanted.ahead,
         checked=True,
@@ -174,11 +178,11 @@ def _convert(table: Table, columns: Columns, spec: Spec, id_column: str | None, 
     wanted += [] if id_column is None else [id_column]
     with ExitStack() as stack:
         writer = _Writer(table, columns, spec, home, stack)
-        groups = None if id_column is None else Regrouped(stack.enter_context(Appended(home / "codes", np.int64, None)))
+        groups = None if id_column is None else _groups(home, stack)
         try:
             for batch in _batches(table, wanted, id_column):
                 if groups is not None and id_column is not None:
-                    groups.append(_ids(batch, id_column, table, writer.rows))
+                    groups.append(_ids(batch, id_column, table, writer.rows), writer.rows + table.first_row)
                 writer.append(batch)
         except pa.ArrowException as error:
             raise _parse_error(table, wanted, str(error)) from None
@@ -188,8 +192,13 @@ def _convert(table: Table, columns: Columns, spec: Spec, id_column: str | None, 
     borders = np.array([0, rows], dtype=np.int64)
     if groups is not None:
         borders = regroup(groups, [one.mapped() for one in writer.arrays])
+        (home / "ids").write_text(json.dumps([*groups.numbers], default=str))
     borders.tofile(home / "borders")
     return {"rows": rows, "unfinished": writer.unfinished, "missing": writer.missing}
+
+
+def _groups(home: Path, stack: ExitStack) -> Regrouped:
+    return Regrouped(*(stack.enter_context(Appended(home / name, np.int64, None)) for name in ("codes", "places")))
 
 
 class _Writer:

@@ -1,5 +1,6 @@
 """Predictions of a trained run: read, computed and written a microbatch at a time."""
 
+import csv
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from oomguard.checkpoint import Checkpoint, load, load_weights
 from oomguard.data.normalise import Normalised, Normaliser
 from oomguard.data.open import open_source
 from oomguard.data.options import DataOptions
+from oomguard.data.rows import Rows, origins
 from oomguard.data.source import Array, Ints, Source
 from oomguard.device import open_device
 from oomguard.errors import MisuseError
@@ -171,9 +173,7 @@ def _written(made: Iterator[tuple[int, Array]], source: Source, form: _Form, out
     """The predictions in an array, in memory or on the disk, or as lines of text."""
     if output is not None and output.lower().endswith(".csv"):
         with _opened(output) as file:
-            file.write(",".join(["sequence", *(["step"] if form.stepped else []), *form.names]) + "\n")
-            for start, rows in made:
-                _write_lines(file, start, rows, source, form)
+            csv.writer(file, lineterminator="\n").writerows(_lines(made, source, form))
         return Path(output)
     kind: Any = np.int64 if form.classes else np.float32
     if output is None:
@@ -191,7 +191,8 @@ def _written(made: Iterator[tuple[int, Array]], source: Source, form: _Form, out
 
 def _opened(output: str) -> TextIO:
     try:
-        return open(output, "w", encoding="ascii")
+        Path(output).parent.mkdir(parents=True, exist_ok=True)
+        return open(output, "w", encoding="utf-8", newline="")
     except OSError as error:
         raise MisuseError(
             rule="--output must be a file that can be written",
@@ -200,10 +201,13 @@ def _opened(output: str) -> TextIO:
         ) from None
 
 
-def _write_lines(file: TextIO, start: int, rows: Array, source: Source, form: _Form) -> None:
-    """One line for each prediction."""
-    width = len(form.names)
-    for number, steps in enumerate(rows.reshape(len(rows), -1, width), start=start):
-        for step in range(int(source.lengths[number]) if form.stepped else 1):
-            place = [str(number), *([str(step)] if form.stepped else [])]
-            file.write(",".join([*place, *(repr(one) for one in steps[step].tolist())]) + "\n")
+def _lines(made: Iterator[tuple[int, Array]], source: Source, form: _Form) -> Iterator[list[Any]]:
+    """The names of the columns, and one line for each prediction."""
+    read = source.source if isinstance(source, Normalised) else source
+    names, origin = origins(read) if isinstance(read, Rows) else ([], lambda _: [])
+    yield ["sequence", *names, *(["step"] if form.stepped else []), *form.names]
+    for start, rows in made:
+        for number, steps in enumerate(rows.reshape(len(rows), -1, len(form.names)), start=start):
+            whose = [number, *origin(number)]
+            for step in range(int(source.lengths[number]) if form.stepped else 1):
+                yield [*whose, *([step] if form.stepped else []), *steps[step].tolist()]
