@@ -245,6 +245,7 @@ def predict(
     output: str | None = None,
     probabilities: bool = False,
     device: str | None = None,
+    model: Callable[..., Any] | str | None = None,
     **options: Any,
 ) -> Any:
     """What the model of a run (its best by validation, otherwise its last) says of data, sequence by sequence.
@@ -252,6 +253,7 @@ def predict(
     The data has the form it was trained on, and is read as it was then, unless `options` (fields of `DataOptions`) say
     otherwise. Numbers are in the units of the targets; of classes it is the likeliest, or the `probabilities` of all.
     Into `output` (.npy or .csv) they are streamed; otherwise they come as an array, padded with NaN or -100.
+    A `model` of your own is built by the name of its function, unless that is given again.
 
     >>> import numpy as np, tempfile, warnings
     >>> plan = find_feasible_config(cell="gru", seq=8, features=2, hidden=8, batch=4, threads=1, max_probes=1)
@@ -266,7 +268,8 @@ def predict(
 
     for name in options:
         _known(name, [*DataOptions.__struct_fields__])
-    return run_prediction(run, data, Wanted(output=output, probabilities=probabilities, device=device), options)
+    wanted = Wanted(output=output, probabilities=probabilities, device=device, model=model)
+    return run_prediction(run, data, wanted, options)
 
 
 def _known(name: str, names: list[str]) -> None:

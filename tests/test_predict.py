@@ -13,7 +13,7 @@ import oomguard
 from oomguard.bptt import Microbatch, evaluate, outputs
 from oomguard.candidate import Candidate
 from oomguard.errors import MisuseError
-from oomguard.model import build
+from oomguard.model import Recurrent, build
 from oomguard.spec import Spec
 from oomguard.train import predict as predict_file
 
@@ -201,6 +201,31 @@ def test_an_evaluation_in_pieces_is_that_of_the_whole(
     assert torch.allclose(found, whole, atol=1e-6)
     total = evaluate(model, batch, Candidate(microbatch=3, segments=segments))
     assert float(total) == pytest.approx(float(squares.sum()), rel=1e-5)
+
+
+class Doubled(Recurrent):
+    """A model of one's own, that is no other in its weights."""
+
+    def forward(self, *given: Any) -> Any:
+        found, state = super().forward(*given)
+        return 2 * found, state
+
+    def advance(self, *given: Any) -> Any:
+        hidden, state = super().advance(*given)
+        return hidden * 0, state
+
+
+def test_a_model_of_ones_own_is_built_again_by_its_name(tmp_path: Path) -> None:
+    trained(tmp_path, model=Doubled)
+    found = oomguard.predict(str(tmp_path), numbers(rows=3))
+    assert np.ptp(found) < 1e-6  # its head sees nothing of the inputs
+
+
+def test_a_model_without_a_name_must_be_given_again(tmp_path: Path) -> None:
+    trained(tmp_path, model=lambda spec: Doubled(spec))
+    with pytest.raises(MisuseError, match=r"<lambda>.*cannot be imported.*as model="):
+        oomguard.predict(str(tmp_path), numbers(rows=3))
+    assert np.ptp(oomguard.predict(str(tmp_path), numbers(rows=3), model=Doubled)) < 1e-6
 
 
 def test_without_a_run_there_is_nothing_to_predict_with(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from oomguard.checkpoint import load
 from oomguard.errors import MisuseError
 from oomguard.guard.ladder import Standing
 from oomguard.metrics import Events
+from oomguard.model import build
 from oomguard.train import loop
 from oomguard.train.job import Result
 
@@ -167,6 +168,13 @@ def test_a_run_does_not_go_on_with_data_that_is_read_otherwise(
     train(tmp_path, steps=1)
     with pytest.raises(MisuseError, match=told):
         train(tmp_path, steps=2, resume=True, **other)
+
+
+def test_a_run_does_not_go_on_with_another_model(tmp_path: Path) -> None:
+    train(tmp_path, steps=1, model=build)
+    with pytest.raises(MisuseError, match=r"that was oomguard\.model:build and is the one of the spec"):
+        train(tmp_path, steps=2, resume=True)
+    assert train(tmp_path, steps=2, resume=True, model="oomguard.model:build").steps == 2
 
 
 def test_how_fast_data_is_read_may_change(tmp_path: Path) -> None:

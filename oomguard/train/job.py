@@ -53,6 +53,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """How it was read."""
     normaliser: Normaliser | None = None
     """How its numbers were scaled."""
+    model: str | None = None
+    """What built the model, as package.module:function; None: it is the one of the spec."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

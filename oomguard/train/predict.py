@@ -25,6 +25,7 @@ from oomguard.plan.store import load_plan
 from oomguard.spec import Spec
 from oomguard.train.evaluate import evaluation_candidate, read, tried
 from oomguard.train.job import BEST, CHECKPOINTS, State
+from oomguard.train.own import Model, build_own
 
 SUFFIXES = (".npy", ".csv")
 
@@ -39,6 +40,8 @@ class Wanted:
     """Of classes: those of all, instead of the likeliest."""
     device: str | None = None
     """Where; None: where it was trained."""
+    model: Model = None
+    """What builds the model; None: what the run was trained with, by its name."""
 
     def __post_init__(self) -> None:
         if self.output is not None and Path(self.output).suffix.lower() not in SUFFIXES:
@@ -65,7 +68,8 @@ def run_prediction(run: str, data: Any, wanted: Wanted, options: dict[str, Any])
     else:
         source, own = _source(data, spec, asked, state.normaliser), spec
     device = open_device(plan.where.device if wanted.device is None else wanted.device)
-    model = build(spec).to(device.torch_device)
+    by = wanted.model or state.model
+    model = (build(spec) if by is None else build_own(by, spec)).to(device.torch_device)
     load_weights(found, model)
     candidate = evaluation_candidate(spec, found.candidate, plan.where.place)
     device.settle(candidate)

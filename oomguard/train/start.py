@@ -4,7 +4,6 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +22,15 @@ from oomguard.errors import MisuseError, TornUpdateError
 from oomguard.guard.guard import Guard
 from oomguard.guard.ladder import Standing
 from oomguard.metrics import Events, Metrics
-from oomguard.model import Recurrent
 from oomguard.plan.store import check_device, save_plan
 from oomguard.plan.value import Plan
 from oomguard.step import Training, make_optimizer, prepare
 from oomguard.train.job import CHECKPOINTS, EVENTS, Job, Result, State, Told
 from oomguard.train.loop import COLUMNS, Trainer
 from oomguard.train.options import TrainOptions
+from oomguard.train.own import Model, build_own, name_of
 from oomguard.train.ranks import Ranks, join
 
-Model = Callable[..., Any] | str | None
 Progress = Callable[[Told], None] | None
 
 
@@ -124,7 +122,7 @@ def _trainer(job: Job, ranks: Ranks, last: Checkpoint | None, model: Model) -> T
     device = open_device(ranks.device if ranks.world > 1 else plan.where.device)
     if last is None:
         check_device(plan, device.title(), device.budget().limit_bytes)
-    state = _begun(job) if last is None else _taken_up(job, last)
+    state = _begun(job, model) if last is None else _taken_up(job, last, model)
     training = _training(job, device, model)
     if last is not None:
         restore(last, training)
@@ -147,17 +145,24 @@ def _trainer(job: Job, ranks: Ranks, last: Checkpoint | None, model: Model) -> T
     return trainer
 
 
-def _begun(job: Job) -> State:
+def _begun(job: Job, model: Model) -> State:
     return State(
         data=job.data.train.describe(),
         data_options=job.data_options,
         normaliser=job.data.normaliser,
+        model=name_of(model),
     )
 
 
-def _taken_up(job: Job, last: Checkpoint) -> State:
-    """The state of a checkpoint, if the data is what it was then, and is read as it was."""
+def _taken_up(job: Job, last: Checkpoint, model: Model) -> State:
+    """The state of a checkpoint, if the model and the data are what they were then, and are read as they were."""
     state = _state_of(last)
+    if state.model != name_of(model):
+        raise MisuseError(
+            rule="A run goes on with the model that it began with",
+            got=f"that was {state.model or 'the one of the spec'} and is {name_of(model) or 'the one of the spec'}",
+            advice="Give the same --model, or another --run.",
+        )
     _check_same(_by_flag(state.data_options), _by_flag(job.data_options))  # first: the rest follows from them
     _check_same(_plain(state.data), _plain(job.data.train.describe()))
     rungs = [job.plan.candidate, *(rung.candidate for rung in job.plan.fallbacks)]
@@ -196,32 +201,8 @@ def _training(job: Job, device: Device, model: Model) -> Training:
     training = prepare(plan.spec, plan.candidate, device.torch_device, lr)
     if model is None:
         return training
-    own = _build(model)(plan.spec)
-    if not isinstance(own, Recurrent) or own.spec != plan.spec:
-        raise MisuseError(
-            rule="A model of your own must be an oomguard.model.Recurrent with the plan's spec: the plan's figures, "
-            "segments and checkpoints are for that",
-            got=f"{shown(model)} gave {type(own).__name__}",
-            advice="Change what it builds, or train any other module in a loop of your own with oomguard.guard.",
-        )
-    own = own.to(device.torch_device)
+    own = build_own(model, plan.spec).to(device.torch_device)
     return replace(training, model=own, optimizer=make_optimizer(own, plan.candidate, lr))
-
-
-def _build(model: Callable[..., Any] | str) -> Callable[..., Any]:
-    """A function that builds a model, also by its name `package.module:function`."""
-    if not isinstance(model, str):
-        return model
-    module, _, name = model.partition(":")
-    try:
-        found: Callable[..., Any] = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise MisuseError(
-            rule="A model of your own is a function, named as package.module:function",
-            got=f"{shown(model)} cannot be imported ({error})",
-            advice="Check the name, and that Python finds the package.",
-        ) from None
-    return found
 
 
 def _loader(job: Job, device: Device) -> Loader:
