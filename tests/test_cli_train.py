@@ -16,6 +16,7 @@ from rich.console import Console
 import oomguard
 from oomguard import cli
 from oomguard import step as step_file
+from oomguard.bptt import backward
 from oomguard.cli import run
 from oomguard.data.open import Missing
 from oomguard.data.options import DataOptions
@@ -124,7 +125,7 @@ def test_the_process_starts_again_with_the_plans_environment(here: Path) -> None
         "error",
         "-m",
         "oomguard",
-        *["train", "plan.json", "--data", "data.npy", "--steps", "1"],
+        *["train", "plan.json", "--data", "data.npy", "--steps", "1", "--validation", "0"],
     ]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment, timeout=100)
@@ -141,6 +142,19 @@ def test_it_starts_again_only_if_something_is_missing(monkeypatch: pytest.Monkey
     cli._start_again({"ONE": "2"})
     assert started[0][1][1:] == ["-m", "oomguard", "train", "plan.json"]
     assert started[0][2]["ONE"] == "2"
+
+
+@pytest.mark.filterwarnings("default")  # not the tests', which make errors of them
+def test_a_damaged_checkpoint_is_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "train plan.json --data data.npy --run r --validation 0 --save-every 1"
+    assert run(f"{words} --steps 3".split()) == 0
+    newest = max((here / "r" / "checkpoints").iterdir())
+    (newest / "facts.json").write_text("{}")
+    capsys.readouterr()
+    assert run(f"{words} --steps 3 --resume --json".split()) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("oomguard: r/checkpoints/")
+    assert line.endswith("facts.json: its checksum does not agree; the checkpoint before it is looked for.")
 
 
 def test_every_option_has_its_flag() -> None:
@@ -161,7 +175,7 @@ def test_nothing_is_shown_where_nobody_looks() -> None:
 def test_without_a_terminal_a_log_has_events_and_validations(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backward, calls = step_file.backward, iter(range(10**9))
+    calls = iter(range(10**9))
 
     def once(*given: Any) -> Any:
         if next(calls) == 1:
