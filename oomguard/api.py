@@ -1,5 +1,6 @@
 """The whole tool on one screen: every verb as a function."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -206,7 +207,7 @@ def guard(plan: "Plan", *, device: str | None = None, events: str | None = None)
 
 
 def train(
-    plan: "Plan | str",
+    plan: "Plan | str | os.PathLike[str]",
     data: Any,
     model: Callable[..., Any] | str | None = None,
     *,
@@ -228,6 +229,7 @@ def train(
     """
     from oomguard.data.options import DataOptions
     from oomguard.plan.store import load_plan
+    from oomguard.plan.value import Plan
     from oomguard.train.options import TrainOptions
     from oomguard.train.start import run_training
 
@@ -235,11 +237,18 @@ def train(
     for name in options:
         _known(name, [field for kind in kinds for field in kind.__struct_fields__])
     asked = [kind(**{k: v for k, v in options.items() if k in kind.__struct_fields__}) for kind in kinds]
-    return run_training(load_plan(plan) if isinstance(plan, str) else plan, data, (asked[0], asked[1]), model, progress)
+    found = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
+    if not isinstance(found, Plan):
+        raise MisuseError(
+            rule="A training executes a plan, or the plan in a file",
+            got=f"got {shown(found)}",
+            advice="Give what find_feasible_config or load_plan returns, or the path of plan.json.",
+        )
+    return run_training(found, data, (asked[0], asked[1]), model, progress)
 
 
 def predict(
-    run: str,
+    run: str | os.PathLike[str],
     data: Any,
     *,
     output: str | None = None,

@@ -458,6 +458,16 @@ def test_wrong_options_are_misuse(tmp_path: Path, wrong: dict[str, Any]) -> None
         train(tmp_path, **wrong)
 
 
+def test_a_plan_may_be_the_path_of_one(tmp_path: Path) -> None:
+    oomguard.save_plan(plan_of(), tmp_path / "plan.json")
+    assert train(tmp_path, plan=tmp_path / "plan.json", steps=1).steps == 1
+
+
+def test_what_is_no_plan_is_misuse(tmp_path: Path) -> None:
+    with pytest.raises(MisuseError, match=r"executes a plan.*but got 3"):
+        train(tmp_path, plan=3)
+
+
 def test_an_unknown_option_is_misuse_and_the_likeliest_is_named(tmp_path: Path) -> None:
     with pytest.raises(MisuseError, match="epochs"):
         train(tmp_path, epoch=3)

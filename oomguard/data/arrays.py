@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -58,11 +59,13 @@ def map_array(data: str | Path | Array) -> Mapped:
     else:
         try:
             with open(data, "rb") as file:
-                version = np.lib.format.read_magic(file)
+                version = _version(file, data)
                 read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
                 shape, fortran, dtype = read(file)
                 mapped = Mapped(str(data), dtype, shape, file.tell(), "F" if fortran else "C")
                 needed = file.tell() + dtype.itemsize * math.prod(shape)
+        except MisuseError:
+            raise
         except (OSError, ValueError) as error:
             raise unreadable(data, error) from None
         size_bytes = Path(data).stat().st_size
@@ -75,6 +78,21 @@ def map_array(data: str | Path | Array) -> Mapped:
             advice="Save it as float32, or int64 for tokens.",
         )
     return mapped
+
+
+def _version(file: BinaryIO, path: str | Path) -> tuple[int, int]:
+    """Of the format, by which such a file begins."""
+    if not Path(path).stat().st_size:
+        raise nothing_in(path)
+    try:
+        version: tuple[int, int] = np.lib.format.read_magic(file)
+    except ValueError:
+        raise MisuseError(
+            rule="A .npy file is one that np.save has written",
+            got=f"{path} does not begin as these do",
+            advice="Save it with np.save, or say as --format what it is.",
+        ) from None
+    return version
 
 
 def _bytes(mapped: Mapped) -> int:

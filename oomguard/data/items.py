@@ -108,7 +108,7 @@ def checked_pair(spec: Spec, item: Any, options: DataOptions, name: str) -> Pair
             got=f"{name} is {type(item).__name__}",
             advice="Give a pair of arrays or tensors.",
         )
-    inputs, targets = (np.asarray(part) for part in item)
+    inputs, targets = (as_array(part) for part in item)
     steps = len(inputs) if inputs.ndim else 0
     wanted = (steps,) if spec.vocab is not None else (steps, spec.inputs)
     _check_shape(inputs, wanted, f"The inputs of {name}", "--features and --vocab")
@@ -124,6 +124,11 @@ def checked_pair(spec: Spec, item: Any, options: DataOptions, name: str) -> Pair
     return values.as_inputs(
         spec, inputs, options.nan, lambda row, column: f"{name}, step {row:,}, column {column}"
     ), found if lead else found[0]
+
+
+def as_array(part: Any) -> Array:
+    """An array, also of a tensor that is on a card or has a gradient to come."""
+    return np.asarray(part.detach().cpu() if hasattr(part, "detach") else part)
 
 
 def _finished(block: Array) -> bool:

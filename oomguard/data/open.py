@@ -1,7 +1,7 @@
 """From what the user names (a path, an array, a Dataset, pairs) to sources: split, and normalised."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -12,7 +12,7 @@ from oomguard.checks import shown
 from oomguard.children import run_elsewhere
 from oomguard.data import cuts
 from oomguard.data.arrays import open_array
-from oomguard.data.items import Items, open_items, spool
+from oomguard.data.items import Items, as_array, open_items, spool
 from oomguard.data.normalise import Normalised, Normaliser, fit_normaliser
 from oomguard.data.options import DataOptions, Format, check_used
 from oomguard.data.rows import Rows, Store, check_lengths, cut_rows, unfinished_rows
@@ -137,7 +137,13 @@ def _opened(data: Any, spec: Spec, options: DataOptions) -> Store | Items:
     from torch.utils.data import IterableDataset
 
     if isinstance(data, Tensor):
-        return _opened(data.numpy(), spec, options)
+        return _opened(as_array(data), spec, options)
+    if isinstance(data, Mapping) or (hasattr(data, "columns") and hasattr(data, "dtypes")):  # without items 0, 1, ...
+        raise MisuseError(
+            rule="A table is read from a file, so that it need not be in memory",
+            got=f"got a {type(data).__name__}",
+            advice='Write it to a file, such as frame.to_parquet("data.parquet"), and give its path.',
+        )
     once = isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
     if not once:
         check_used("Dataset", options)

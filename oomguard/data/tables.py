@@ -127,6 +127,10 @@ def _header(path: Path) -> Table:
         raise nothing_in(path)
     with path.open("rb") as file:
         first = file.readline(HEADER_BYTES)
+    try:
+        first.decode()
+    except UnicodeDecodeError:
+        raise _no_utf8(path) from None
     options = csv.ReadOptions(autogenerate_column_names=True)
     delimiter = _delimiter(first)
     parsed = csv.read_csv(pa.BufferReader(first), options, csv.ParseOptions(delimiter=delimiter))
@@ -284,7 +288,15 @@ def _parse_error(table: Table, wanted: list[str], text: str) -> MisuseError:
     cell = re.search(r"column #(\d+):.*invalid value '(.*)'", text, re.DOTALL)
     if cell:
         return _no_number(f"{place}, column {table.names[int(cell[1])]!r}", cell[2])
-    return unreadable(table.path, ValueError(text))
+    return _no_utf8(place) if "UTF8" in text else unreadable(table.path, ValueError(text))
+
+
+def _no_utf8(place: object) -> MisuseError:
+    return MisuseError(
+        rule="A table must be text in UTF-8",
+        got=f"{place} has other bytes (latin-1, perhaps)",
+        advice="Convert it: iconv -f latin1 -t utf-8 old.csv > new.csv.",
+    )
 
 
 def _no_number(place: str, value: str) -> MisuseError:

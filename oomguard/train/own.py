@@ -46,6 +46,6 @@ def _imported(name: str) -> Callable[..., Any]:
         raise MisuseError(
             rule="A model of your own is a function, named as package.module:function",
             got=f"{name!r} cannot be imported ({error})",
-            advice="Check the name, and that Python finds the package, or give the function itself in Python, as model=.",
+            advice="Check the name, and that the package is found, or give the function itself, in Python as model=.",
         ) from None
     return found

@@ -1,6 +1,7 @@
 """Predictions of a trained run: read, computed and written a microbatch at a time."""
 
 import csv
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,7 @@ class Wanted:
             )
 
 
-def run_prediction(run: str, data: Any, wanted: Wanted, options: dict[str, Any]) -> Array | Path:
+def run_prediction(run: str | os.PathLike[str], data: Any, wanted: Wanted, options: dict[str, Any]) -> Array | Path:
     """All predictions in the order of the sequences, as an array or in a file."""
     found = _newest(Path(run))
     plan, spec, state = load_plan(Path(run) / "plan.json"), found.spec, msgspec.convert(found.facts, State)

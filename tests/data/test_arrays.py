@@ -209,7 +209,14 @@ def test_a_nan_in_a_column_that_nobody_reads_drops_nothing(tmp_path: Path) -> No
 
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.npy").touch()
-    with pytest.raises(MisuseError, match=r"x\.npy is not"):
+    with pytest.raises(MisuseError, match=r"x\.npy has none"):
+        open_source(tmp_path / "x.npy", spec())
+
+
+@pytest.mark.parametrize("content", [b"abc", b"a,b,y\n1,2,3\n"])
+def test_a_file_of_another_kind_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.npy").write_bytes(content)
+    with pytest.raises(MisuseError, match=r"np\.save has written, but .*x\.npy does not begin as these do"):
         open_source(tmp_path / "x.npy", spec())
 
 

@@ -185,6 +185,14 @@ def test_what_is_wrong_with_a_csv_is_named(tmp_path: Path, text: str, told: str)
         open_source(path, spec())
 
 
+@pytest.mark.parametrize("text", ["id,é,b,y\na,1,2,3\n", "id,a,b,y\né,1,2,3\n"])
+def test_a_table_in_another_encoding_is_refused_with_what_to_do(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "t.csv"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(MisuseError, match=r"UTF-8, but .*t\.csv.* has other bytes.*iconv"):
+        open_source(path, spec(), DataOptions(id="id"))
+
+
 def test_rows_are_counted_over_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "BLOCK_BYTES", 100)
     monkeypatch.setattr(tables, "ROWS_PER_BLOCK", 1)
@@ -267,7 +275,7 @@ def test_series_without_a_class_are_dropped(tmp_path: Path, kind: str) -> None:
     assert (targets_of(found), found.describe()["dropped"]) == ([[1, 1], [2]], 1)
     for nan in ("error", "zero"):
         with pytest.raises(MisuseError, match=r"0 to 2, but .*, row \d, column 'price' is nan.*--nan drop"):
-            open_source(path, wanted, DataOptions(id="shop", nan=nan))  # type: ignore[arg-type]
+            open_source(path, wanted, DataOptions(id="shop", nan=nan))
 
 
 def test_windows_without_a_token_are_dropped(tmp_path: Path) -> None:
