@@ -32,8 +32,8 @@ class Items:
     """Steps of each, once cut."""
     cut: NDArray[np.bool_]
     """Which were longer."""
-    dropped: int = 0
-    """Items of the whole Dataset that were left out since they hold a NaN."""
+    left_out: int = 0
+    """Items of the whole Dataset that are no sequences: they hold a NaN, or nothing."""
 
     @property
     def truncated(self) -> int:
@@ -60,7 +60,7 @@ class Items:
         """Plain values for a checkpoint."""
         found = {"kind": "Dataset", "path": type(self.dataset).__name__, "items": len(self.dataset)}
         found |= {"sequences": len(self), "steps": int(self.lengths.sum()), "truncated": self.truncated}
-        return {**found, "dropped": self.dropped}
+        return {**found, "dropped" if self.options.nan == "drop" else "short": self.left_out}
 
 
 def open_items(dataset: Any, spec: Spec, options: DataOptions) -> Items:
@@ -96,7 +96,7 @@ def open_items(dataset: Any, spec: Spec, options: DataOptions) -> Items:
         chosen=chosen,
         lengths=np.minimum(lengths, spec.steps),
         cut=long,
-        dropped=count - len(chosen),
+        left_out=count - len(chosen),
     )
 
 

@@ -166,9 +166,9 @@ def _ends(data: Path | Array) -> Iterator[bytes]:
             file.seek(max(file.tell(), data.stat().st_size - PRINT_BYTES))
             yield file.read()
         return
-    rows = max(1, PRINT_BYTES // max(1, data[:1].nbytes)) if data.ndim else 1
-    for end in (data[:rows], data[-rows:]) if data.ndim else (data,):
-        yield np.ascontiguousarray(end).tobytes()[:PRINT_BYTES]
+    count = PRINT_BYTES // data.itemsize
+    for end in (data.flat[:count], data.flat[-count:]):  # whatever its order in memory, no more than this is copied
+        yield end.tobytes()
 
 
 def nothing_in(path: object) -> MisuseError:
