@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 import torch
 from numpy.typing import NDArray
@@ -263,6 +264,25 @@ def test_buckets_give_the_weights_of_a_run_without_them(tmp_path: Path) -> None:
 def test_worker_processes_change_nothing(tmp_path: Path) -> None:
     one, two = (train(tmp_path / str(n), epochs=2, workers=n) for n in (0, 1))
     assert torch.equal(weights(one.model), weights(two.model))
+
+
+def test_workers_that_are_killed_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(rungs=((2, 1),), dropout=0.5, layers=2)
+    whole = train(tmp_path / "whole", plan=plan, epochs=3)
+    before, passes = {child.pid for child in psutil.Process().children()}, [0]
+
+    def killing(*given: Any) -> Tensor:
+        passes[0] += 1
+        if passes[0] in (6, 31):  # in the second and in the eighth step
+            [*(child.kill() for child in psutil.Process().children() if child.pid not in before)]
+        return backward(*given)
+
+    monkeypatch.setattr(step_file, "backward", killing)
+    mended = train(tmp_path / "mended", plan=plan, epochs=3, workers=2)
+    assert torch.equal(weights(whole.model), weights(mended.model))
+    told = [event for event in Events(mended.run / "events.jsonl").read() if event.kind == "worker"]
+    assert [event.figures["workers"] for event in told] == [1, 0]
+    assert "DataLoader worker" in told[0].reason
 
 
 # ---- rates, validation, stopping

@@ -66,11 +66,20 @@ class Trainer:
             began = perf_counter()
             outcome = self.step(batch)
             self._count(batch, outcome, batch.steps / (perf_counter() - began))
+            if batch.lost is not None:
+                self._spare_a_worker(batch.lost)
             if self._save_is_due():
                 self.save()
-            # who has workers asks them anew: what they prepared is for another rung
+            # who has workers asks them anew: what they prepared is for another rung, or one of them is gone
             if self._ended() is not None or (loader.workers and loader is not self.loaders[self.guard.rung]):
                 return
+
+    def _spare_a_worker(self, why: str) -> None:
+        """Go on with one worker less: what killed one is most likely a shortage of memory, and would kill the next."""
+        self.loaders = [replace(one, workers=one.workers - 1) for one in self.loaders]
+        left = self.loaders[0].workers
+        reason = f"A process that loads data was lost ({why}). What it had to do was done here; {left} are left."
+        self.guard.tell("worker", reason, workers=left)
 
     def step(self, batch: Batch) -> Outcome:
         """One optimizer step, whatever it takes."""
