@@ -57,7 +57,7 @@ def run_training(
             try:
                 return trainer.run()
             except TornUpdateError:
-                if torn or ranks.world > 1:  # a second time, or the others have gone on
+                if torn:  # a second time
                     raise
                 torn, last = True, _last(home, msgspec.structs.replace(options, resume=True))
             finally:
@@ -114,8 +114,6 @@ def _trainer(job: Job, ranks: Ranks, last: Checkpoint | None, model: Model) -> T
     training = _training(job, device, model)
     if last is not None:
         restore(last, training)
-    if ranks.world > 1:  # each draws dropout of its own
-        torch.manual_seed(job.data_options.seed + ranks.rank + ranks.world * (state.step + 1))
     events = Events(job.home / EVENTS) if ranks.first else None
     guard = Guard(plan, device=device, events=events, standing=state.standing, agree=ranks.agree)
     guard.steps = state.step
