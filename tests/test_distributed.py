@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,11 @@ import oomguard
 from oomguard import step as step_file
 from oomguard.bptt import backward
 from oomguard.checkpoint import load
+from oomguard.estimate.malloc import STEADY_ENVIRONMENT
 from oomguard.metrics import Events
 from oomguard.train import evaluate as evaluate_file
 from oomguard.train.ranks import Ranks
+from oomguard.units import MIB
 
 TIMEOUT = 60
 
@@ -37,15 +41,19 @@ def child(rank: int, port: int, tmp_path: Path, prepare: Callable[[int], None], 
     os._exit(0)
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 def quietly(rank: int) -> None:
     """Nothing happens."""
 
 
 def two(tmp_path: Path, prepare: Callable[[int], None] = quietly, **options: Any) -> list[int | None]:
     """The exit codes of two processes; None for one that did not end in time."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("fork")
     children = [context.Process(target=child, args=(rank, port, tmp_path, prepare, options)) for rank in (0, 1)]
     for one in children:
@@ -158,9 +166,51 @@ def test_a_torn_update_in_one_process_takes_both_back_to_the_checkpoint(tmp_path
 
 def test_a_resumed_run_draws_the_dropout_of_one_that_was_not_interrupted(tmp_path: Path) -> None:
     plan, found = plan_of(dropout=0.5, layers=2), []
-    for options in ({"name": "whole", "steps": 6}, {"name": "cut", "steps": 3}, {"name": "cut", "steps": 6}):
-        resume = (tmp_path / str(options["name"])).exists()
-        assert two(tmp_path, plan=plan, epochs=None, resume=resume, **options) == [0, 0]
+    for name, steps in (("whole", 6), ("cut", 3), ("cut", 6)):
+        resume = (tmp_path / name).exists()
+        assert two(tmp_path, plan=plan, epochs=None, resume=resume, name=name, steps=steps) == [0, 0]
         found.append(torch.load(tmp_path / "0.pt")[0])
     assert torch.equal(found[0], found[2])
     assert not torch.equal(found[0], found[1])
+
+
+SIZED = """
+import sys
+import numpy as np
+import torch
+torch.set_num_threads(1)
+import oomguard
+from oomguard.estimate.breakdown import estimate_step
+from oomguard.estimate.margin import margin_bytes
+from oomguard.estimate.place import CPU
+from plans import plan_of
+
+# weights of 66 MiB, 64 of them in one; an update without copies, which could hide those of an exchange
+fields = {"cell": "lstm", "seq": 4, "features": 8, "hidden": 2048, "batch": 8, "optimizer": "sgd"}
+plan = plan_of(rungs=((2, 1),), knobs={"update": "fused"}, **fields)
+data = np.zeros((16, 4, 9), dtype=np.float32)
+found = oomguard.train(plan, data, validation=0, normalise="none", run=sys.argv[1])
+estimate = estimate_step(plan.spec, plan.candidate, CPU)
+print(found.peak_bytes, estimate.total_bytes + int(margin_bytes(estimate.growth_bytes, plan.candidate, CPU)))
+"""
+
+
+def peaks(run: Path, world: int) -> list[tuple[int, int]]:
+    """Of each process of a training: the peak that it saw, and the estimate with its margin."""
+    paths = f"{Path(__file__).parent}:{Path(__file__).parents[1]}"
+    common = STEADY_ENVIRONMENT | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(world)}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    started = []
+    for rank in range(world):
+        own = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        words = [sys.executable, "-c", SIZED, str(run)]
+        started.append(subprocess.Popen(words, env=own, stdout=subprocess.PIPE, text=True))
+    answers = [one.communicate(timeout=100)[0].split() for one in started]
+    return [(int(peak_bytes), int(reckoned_bytes)) for peak_bytes, reckoned_bytes in answers]
+
+
+def test_the_exchange_of_gradients_needs_no_memory_that_a_plan_does_not_count(tmp_path: Path) -> None:
+    [(alone_bytes, reckoned_bytes)], both = peaks(tmp_path / "one", 1), peaks(tmp_path / "two", 2)
+    most_bytes = max(peak_bytes for peak_bytes, _ in both)
+    assert most_bytes <= reckoned_bytes
+    assert most_bytes < alone_bytes + 8 * MIB  # gloo itself takes some 3

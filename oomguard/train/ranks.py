@@ -90,8 +90,9 @@ class Ranks:
     def sum_gradients(self, model: Recurrent, loss: Tensor) -> Tensor:
         """Sum gradients and loss. Each is already a share of the mean over all targets, so sums are that mean.
 
-        They are summed where they are, all on the way at once. Buckets, as DDP has them, would be copies: the plan would
-        have to count them, and memory could run out here, where no process can fall back alone.
+        They are summed where they are, all on the way at once. Buckets, as DDP has them, would be copies, for which
+        memory could run out here, where no process can fall back alone. So what a plan counts as gradients is all that
+        there is, whatever the optimizer; gloo's own 3 MiB are within the margin.
         """
         if self.world > 1:
             summed = [loss, *(one.grad for one in trainable(model) if one.grad is not None)]
