@@ -1,13 +1,14 @@
 """The trainer: what it learns, what it writes, and that a shortage of memory changes nothing of it."""
 
 import csv
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -23,6 +24,9 @@ from oomguard import step as step_file
 from oomguard.bptt import Microbatch, backward, count_targets, evaluate
 from oomguard.candidate import Candidate
 from oomguard.checkpoint import load
+from oomguard.data.loader import Loader
+from oomguard.data.open import open_data
+from oomguard.data.options import DataOptions
 from oomguard.device.cpu import Cpu
 from oomguard.errors import GuardError, MisuseError
 from oomguard.estimate.breakdown import estimate_step
@@ -34,10 +38,12 @@ from oomguard.model import Recurrent, build
 from oomguard.plan.value import Bucket
 from oomguard.spec import Spec
 from oomguard.train import evaluate as evaluate_file
-from oomguard.train import loop
+from oomguard.train import loop, start
 from oomguard.train.evaluate import evaluation_candidate
-from oomguard.train.job import Result
+from oomguard.train.job import Job, Result
 from oomguard.train.options import TrainOptions, rate_at
+from oomguard.train.ranks import Ranks
+from oomguard.units import GIB, MIB
 
 SHORT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
 
@@ -266,6 +272,39 @@ def test_worker_processes_change_nothing(tmp_path: Path) -> None:
     assert torch.equal(weights(one.model), weights(two.model))
 
 
+def sized(monkeypatch: pytest.MonkeyPatch, shared_bytes: int, ranks: Ranks, device: str, **asked: Any) -> Loader:
+    """The loader of a training on a machine of four cores with so much of /dev/shm."""
+    monkeypatch.setattr(start, "cores", lambda: 4)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=shared_bytes))
+    plan, options = plan_of(), DataOptions(**asked)
+    data = open_data(numbers(), plan.spec, options)
+    job = Job(plan=plan, options=TrainOptions(), data_options=options, data=data, home=Path())
+    return start._loader(job, cast(Any, SimpleNamespace(name=device)), ranks)
+
+
+@pytest.mark.parametrize(("shared_bytes", "workers"), [(0, 0), (400 * MIB, 2), (GIB, 3)])
+def test_workers_for_a_card_fit_into_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, shared_bytes: int, workers: int
+) -> None:
+    assert sized(monkeypatch, shared_bytes, Ranks(), "cuda:0").workers == workers
+
+
+@pytest.mark.parametrize(("shared_bytes", "prefetch"), [(0, 1), (GIB, 2)])
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_workers_that_were_asked_for_prepare_no_more_than_fits(
+    monkeypatch: pytest.MonkeyPatch, shared_bytes: int, prefetch: int, device: str
+) -> None:
+    found = sized(monkeypatch, shared_bytes, Ranks(), device, workers=3)
+    assert (found.workers, found.prefetch) == (3, prefetch)
+
+
+@pytest.mark.parametrize("asked", [{}, {"workers": 2}])
+def test_processes_that_train_together_start_no_workers_that_they_do_not_use(
+    monkeypatch: pytest.MonkeyPatch, asked: dict[str, int]
+) -> None:
+    assert sized(monkeypatch, GIB, Ranks(rank=1, world=2), "cuda:0", **asked).workers == 0
+
+
 def test_workers_that_are_killed_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(rungs=((2, 1),), dropout=0.5, layers=2)
     whole = train(tmp_path / "whole", plan=plan, epochs=3)
@@ -325,9 +364,6 @@ def test_the_validation_loss_is_the_mean_over_all_targets(tmp_path: Path) -> Non
 
 
 def oomguard_validation(result: Result) -> float:
-    from oomguard.data.open import open_data
-    from oomguard.data.options import DataOptions
-
     source = open_data(numbers(), result.model.spec, DataOptions(validation=0.2)).validation
     assert source is not None
     pairs = [source[i] for i in range(len(source))]

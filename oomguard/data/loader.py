@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
+from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader
-from torch.utils.data._utils import signal_handling
 
 from oomguard.bptt import Microbatch
 from oomguard.candidate import Candidate
@@ -171,9 +171,9 @@ class _Reader:
 class _Stream:
     """The microbatches of the batches to come, prepared by workers that live as long as the epoch.
 
-    A worker may be killed, most likely by the kernel for its memory. PyTorch would raise an error for that in the middle
-    of whatever is being done, be it an update of the weights. So its handler is not told of these workers: a loss shows
-    where a microbatch is waited for, within seconds, and what is missing is read here.
+    A worker may be killed, most likely by the kernel for its memory. PyTorch would raise an error for that in whatever
+    is being done at the moment, be it an update of the weights. So its handler is not told of these workers: a loss
+    shows where a microbatch is waited for, within seconds, and what is missing is read here.
     """
 
     def __init__(self, loader: Loader, epoch: Epoch, start: int) -> None:
@@ -196,7 +196,7 @@ class _Stream:
             generator=torch.Generator(),  # its own: dropout must fall as it does without workers
         )
         items: Any = iter(made)
-        signal_handling._remove_worker_pids(id(items))
+        _remove_worker_pids(id(items))
         items._worker_pids_set = False  # as its own end would: it does not take them off a second time
         self.items: Iterator[Any] | None = items
 
@@ -249,8 +249,17 @@ def size_loader(
     ((3, 2), (0, 2))
     """
     for workers in range(min(MOST_WORKERS, cores - 1), 0, -1):
-        for prefetch in range(candidate.prefetch, 0, -1):
-            asked = msgspec.structs.replace(candidate, workers=workers, prefetch=prefetch)
-            if workers * WORKER_BYTES + int(loader_bytes(spec, asked, pinned=pinned)) <= free_bytes:
-                return workers, prefetch
+        asked = msgspec.structs.replace(candidate, workers=workers)
+        prefetch = prefetch_within(spec, asked, free_bytes, pinned=pinned)
+        if prefetch is not None:
+            return workers, prefetch
     return 0, candidate.prefetch
+
+
+def prefetch_within(spec: Spec, candidate: Candidate, free_bytes: int, *, pinned: bool = False) -> int | None:
+    """Microbatches that each of the candidate's workers may prepare ahead; None if there is no room for one each."""
+    for prefetch in range(candidate.prefetch, 0, -1):
+        asked = msgspec.structs.replace(candidate, prefetch=prefetch)
+        if asked.workers * WORKER_BYTES + int(loader_bytes(spec, asked, pinned=pinned)) <= free_bytes:
+            return prefetch
+    return None
