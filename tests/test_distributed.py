@@ -185,10 +185,10 @@ from oomguard.estimate.margin import margin_bytes
 from oomguard.estimate.place import CPU
 from plans import plan_of
 
-# weights of 66 MiB, 64 of them in one; an update without copies, which could hide those of an exchange
-fields = {"cell": "lstm", "seq": 4, "features": 8, "hidden": 2048, "batch": 8, "optimizer": "sgd"}
+# one weight of 64 MiB; a pass and an update that need so little that copies of gradients would be the peak
+fields = {"cell": "rnn", "seq": 1, "features": 8, "hidden": 4096, "batch": 2, "optimizer": "sgd"}
 plan = plan_of(rungs=((2, 1),), knobs={"update": "fused"}, **fields)
-data = np.zeros((16, 4, 9), dtype=np.float32)
+data = np.zeros((8, 1, 9), dtype=np.float32)
 found = oomguard.train(plan, data, validation=0, normalise="none", run=sys.argv[1])
 estimate = estimate_step(plan.spec, plan.candidate, CPU)
 print(found.peak_bytes, estimate.total_bytes + int(margin_bytes(estimate.growth_bytes, plan.candidate, CPU)))
