@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,37 +12,50 @@ from typing import Any
 import pytest
 import torch
 from plans import numbers, plan_of
-from test_train import SHORT, weights
+from test_train import SHORT, short_of_rows, weights
 
 import oomguard
 from oomguard import step as step_file
 from oomguard.bptt import backward
+from oomguard.checkpoint import load
+from oomguard.estimate.malloc import STEADY_ENVIRONMENT
 from oomguard.metrics import Events
+from oomguard.train import evaluate as evaluate_file
+from oomguard.train.ranks import Ranks
+from oomguard.units import MIB
 
 TIMEOUT = 60
 
 
 def run(tmp_path: Path, name: str, **options: Any) -> Any:
     usual: dict[str, Any] = {"run": str(tmp_path / name), "validation": 0.2, "epochs": 3, "clip": 1.0}
-    return oomguard.train(plan_of(), numbers(rows=42), **usual | options)
+    return oomguard.train(options.pop("plan", None) or plan_of(), numbers(rows=42), **usual | options)
 
 
-def child(rank: int, port: int, tmp_path: Path, prepare: Callable[[int], None]) -> None:
+def child(rank: int, port: int, tmp_path: Path, prepare: Callable[[int], None], options: dict[str, Any]) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     prepare(rank)
-    result = run(tmp_path, "two")
+    result = run(tmp_path, **{"name": "two"} | options)
     torch.save((weights(result.model), result.rung, result.validation_loss), tmp_path / f"{rank}.pt")
     os._exit(0)
 
 
-def two(tmp_path: Path, prepare: Callable[[int], None]) -> list[int | None]:
-    """The exit codes of two processes; None for one that did not end in time."""
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return int(free.getsockname()[1])
+
+
+def quietly(rank: int) -> None:
+    """Nothing happens."""
+
+
+def two(tmp_path: Path, prepare: Callable[[int], None] = quietly, **options: Any) -> list[int | None]:
+    """The exit codes of two processes; None for one that did not end in time."""
+    port = free_port()
     context = multiprocessing.get_context("fork")
-    children = [context.Process(target=child, args=(rank, port, tmp_path, prepare)) for rank in (0, 1)]
+    children = [context.Process(target=child, args=(rank, port, tmp_path, prepare, options)) for rank in (0, 1)]
     for one in children:
         one.start()
     for one in children:
@@ -74,7 +89,39 @@ def breaks(rank: int) -> None:
         setattr(step_file, "backward", failing)  # noqa: B010 (mypy)
 
 
-@pytest.mark.parametrize("prepare", [lambda rank: None, fails_once], ids=["quietly", "with an OOM on one"])
+def fails_before_the_exchange(rank: int) -> None:
+    """The second process has its gradients, but no memory for those of an empty share."""
+    complete, calls = Ranks.complete_gradients, [0]
+
+    def failing(*given: Any) -> None:
+        calls[0] += 1
+        if rank == 1 and calls[0] == 3:
+            raise RuntimeError(SHORT)
+        complete(*given)
+
+    setattr(Ranks, "complete_gradients", failing)  # noqa: B010 (mypy)
+
+
+def cannot_validate(rank: int) -> None:
+    """The second process has no memory for a single sequence."""
+    if rank == 1:
+        setattr(evaluate_file, "evaluate", short_of_rows(0))  # noqa: B010 (mypy)
+
+
+def tears(rank: int) -> None:
+    """The second process runs out of memory in the middle of its seventh update."""
+    root, calls = torch._foreach_sqrt, [0]
+
+    def failing(*given: Any) -> Any:
+        calls[0] += 1
+        if rank == 1 and calls[0] == 7:
+            raise RuntimeError(SHORT)
+        return root(*given)
+
+    setattr(torch, "_foreach_sqrt", failing)  # noqa: B010 (mypy)
+
+
+@pytest.mark.parametrize("prepare", [quietly, fails_once, fails_before_the_exchange])
 def test_two_processes_give_the_weights_of_one(tmp_path: Path, prepare: Callable[[int], None]) -> None:
     assert two(tmp_path, prepare) == [0, 0]
     alone = run(tmp_path, "one")
@@ -83,7 +130,7 @@ def test_two_processes_give_the_weights_of_one(tmp_path: Path, prepare: Callable
     assert found[0][1:] == found[1][1:]
     assert float((found[0][0] - weights(alone.model)).norm() / weights(alone.model).norm()) < 1e-5
     assert found[0][2] == pytest.approx(alone.validation_loss, rel=1e-4)
-    assert found[0][1] == (1 if prepare is fails_once else 0)
+    assert found[0][1] == (0 if prepare is quietly else 1)
 
 
 def test_only_the_first_process_writes(tmp_path: Path) -> None:
@@ -96,3 +143,74 @@ def test_an_error_in_one_process_ends_the_other(tmp_path: Path) -> None:
     codes = two(tmp_path, breaks)
     assert None not in codes
     assert 0 not in codes
+
+
+def test_a_validation_that_fails_in_one_process_ends_both_with_a_checkpoint(tmp_path: Path) -> None:
+    codes = two(tmp_path, cannot_validate)
+    assert None not in codes
+    assert 0 not in codes
+    last = load(tmp_path / "two" / "checkpoints")
+    assert last is not None
+    assert last.step == 5  # where the first epoch ends
+
+
+def test_a_torn_update_in_one_process_takes_both_back_to_the_checkpoint(tmp_path: Path) -> None:
+    assert two(tmp_path, tears, save_every="3") == [0, 0]
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+    alone = run(tmp_path, "one")
+    assert torch.equal(found[0][0], found[1][0])
+    assert float((found[0][0] - weights(alone.model)).norm() / weights(alone.model).norm()) < 1e-5
+    kinds = [event.kind for event in Events(tmp_path / "two" / "events.jsonl").read()]
+    assert kinds == ["resume"]
+
+
+def test_a_resumed_run_draws_the_dropout_of_one_that_was_not_interrupted(tmp_path: Path) -> None:
+    plan, found = plan_of(dropout=0.5, layers=2), []
+    for name, steps in (("whole", 6), ("cut", 3), ("cut", 6)):
+        resume = (tmp_path / name).exists()
+        assert two(tmp_path, plan=plan, epochs=None, resume=resume, name=name, steps=steps) == [0, 0]
+        found.append(torch.load(tmp_path / "0.pt")[0])
+    assert torch.equal(found[0], found[2])
+    assert not torch.equal(found[0], found[1])
+
+
+SIZED = """
+import sys
+import numpy as np
+import torch
+torch.set_num_threads(1)
+import oomguard
+from oomguard.estimate.breakdown import estimate_step
+from oomguard.estimate.margin import margin_bytes
+from oomguard.estimate.place import CPU
+from plans import plan_of
+
+# one weight of 64 MiB; a pass and an update that need so little that copies of gradients would be the peak
+fields = {"cell": "rnn", "seq": 1, "features": 8, "hidden": 4096, "batch": 2, "optimizer": "sgd"}
+plan = plan_of(rungs=((2, 1),), knobs={"update": "fused"}, **fields)
+data = np.zeros((8, 1, 9), dtype=np.float32)
+found = oomguard.train(plan, data, validation=0, normalise="none", run=sys.argv[1])
+estimate = estimate_step(plan.spec, plan.candidate, CPU)
+print(found.peak_bytes, estimate.total_bytes + int(margin_bytes(spec, estimate.growth_bytes, plan.candidate, CPU)))
+"""
+
+
+def peaks(run: Path, world: int) -> list[tuple[int, int]]:
+    """Of each process of a training: the peak that it saw, and the estimate with its margin."""
+    paths = f"{Path(__file__).parent}:{Path(__file__).parents[1]}"
+    common = STEADY_ENVIRONMENT | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(world)}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    started = []
+    for rank in range(world):
+        own = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        words = [sys.executable, "-c", SIZED, str(run)]
+        started.append(subprocess.Popen(words, env=own, stdout=subprocess.PIPE, text=True))
+    answers = [one.communicate(timeout=100)[0].split() for one in started]
+    return [(int(peak_bytes), int(reckoned_bytes)) for peak_bytes, reckoned_bytes in answers]
+
+
+def test_the_exchange_of_gradients_needs_no_memory_that_a_plan_does_not_count(tmp_path: Path) -> None:
+    [(alone_bytes, reckoned_bytes)], both = peaks(tmp_path / "one", 1), peaks(tmp_path / "two", 2)
+    most_bytes = max(peak_bytes for peak_bytes, _ in both)
+    assert most_bytes <= reckoned_bytes
+    assert most_bytes < alone_bytes + 8 * MIB  # gloo itself takes some 3

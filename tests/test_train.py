@@ -2,6 +2,7 @@
 
 import csv
 import gc
+import shutil
 import subprocess
 import sys
 import weakref
@@ -9,10 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 import torch
 from numpy.typing import NDArray
@@ -25,6 +27,9 @@ from oomguard.bptt import Microbatch, backward, count_targets, evaluate
 from oomguard.candidate import Candidate
 from oomguard.checkpoint import load
 from oomguard.data import cuts
+from oomguard.data.loader import Loader
+from oomguard.data.open import open_data
+from oomguard.data.options import DataOptions
 from oomguard.device.cpu import Cpu
 from oomguard.errors import GuardError, MisuseError, TornUpdateError
 from oomguard.estimate.breakdown import estimate_step
@@ -38,8 +43,10 @@ from oomguard.spec import Spec
 from oomguard.train import evaluate as evaluate_file
 from oomguard.train import loop, start
 from oomguard.train.evaluate import evaluation_candidate
-from oomguard.train.job import Result
+from oomguard.train.job import Job, Result
 from oomguard.train.options import TrainOptions, rate_at
+from oomguard.train.ranks import Ranks
+from oomguard.units import GIB, MIB
 
 SHORT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
 
@@ -348,6 +355,58 @@ def test_worker_processes_change_nothing(tmp_path: Path) -> None:
     assert torch.equal(weights(one.model), weights(two.model))
 
 
+def sized(monkeypatch: pytest.MonkeyPatch, shared_bytes: int, ranks: Ranks, device: str, **asked: Any) -> Loader:
+    """The loader of a training on a machine of four cores with so much of /dev/shm."""
+    monkeypatch.setattr(start, "cores", lambda: 4)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=shared_bytes))
+    plan, options = plan_of(), DataOptions(**asked)
+    data = open_data(numbers(), plan.spec, options)
+    job = Job(plan=plan, options=TrainOptions(), data_options=options, data=data, home=Path())
+    return start._loader(job, cast(Any, SimpleNamespace(name=device)), ranks)
+
+
+@pytest.mark.parametrize(("shared_bytes", "workers"), [(0, 0), (400 * MIB, 2), (GIB, 3)])
+def test_workers_for_a_card_fit_into_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, shared_bytes: int, workers: int
+) -> None:
+    assert sized(monkeypatch, shared_bytes, Ranks(), "cuda:0").workers == workers
+
+
+@pytest.mark.parametrize(("shared_bytes", "prefetch"), [(0, 1), (GIB, 2)])
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_workers_that_were_asked_for_prepare_no_more_than_fits(
+    monkeypatch: pytest.MonkeyPatch, shared_bytes: int, prefetch: int, device: str
+) -> None:
+    found = sized(monkeypatch, shared_bytes, Ranks(), device, workers=3)
+    assert (found.workers, found.prefetch) == (3, prefetch)
+
+
+@pytest.mark.parametrize("asked", [{}, {"workers": 2}])
+def test_processes_that_train_together_start_no_workers_that_they_do_not_use(
+    monkeypatch: pytest.MonkeyPatch, asked: dict[str, int]
+) -> None:
+    assert sized(monkeypatch, GIB, Ranks(rank=1, world=2), "cuda:0", **asked).workers == 0
+
+
+def test_workers_that_are_killed_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(rungs=((2, 1),), dropout=0.5, layers=2)
+    whole = train(tmp_path / "whole", plan=plan, epochs=3)
+    before, passes = {child.pid for child in psutil.Process().children()}, [0]
+
+    def killing(*given: Any) -> Tensor:
+        passes[0] += 1
+        if passes[0] in (6, 31):  # in the second and in the eighth step
+            [*(child.kill() for child in psutil.Process().children() if child.pid not in before)]
+        return backward(*given)
+
+    monkeypatch.setattr(step_file, "backward", killing)
+    mended = train(tmp_path / "mended", plan=plan, epochs=3, workers=2)
+    assert torch.equal(weights(whole.model), weights(mended.model))
+    told = [event for event in Events(mended.run / "events.jsonl").read() if event.kind == "worker"]
+    assert [event.figures["workers"] for event in told] == [1, 0]
+    assert "DataLoader worker" in told[0].reason
+
+
 # ---- rates, validation, stopping
 
 
@@ -403,9 +462,6 @@ def test_the_validation_loss_is_the_mean_over_all_targets(tmp_path: Path) -> Non
 
 
 def oomguard_validation(result: Result) -> float:
-    from oomguard.data.open import open_data
-    from oomguard.data.options import DataOptions
-
     source = open_data(numbers(), result.model.spec, DataOptions(validation=0.2)).validation
     assert source is not None
     pairs = [source[i] for i in range(len(source))]

@@ -1,8 +1,9 @@
 """Array files (`.npy`) and arrays: N x T x F, or one long series T x F; tokens N x T, or T."""
 
 import math
+import mmap
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -53,9 +54,9 @@ def open_array(data: str | Path | Array, spec: Spec, options: DataOptions) -> St
 
 
 def map_array(data: str | Path | Array) -> Mapped:
-    """A `.npy` file by its header, or an array that is there."""
+    """A `.npy` file by its header, or an array that is there (in a file, if it is a map of one)."""
     if isinstance(data, np.ndarray):
-        mapped = Mapped.held(data)
+        mapped = _mapped_already(data) or Mapped.held(data)
     else:
         try:
             with open(data, "rb") as file:
@@ -93,6 +94,19 @@ def _version(file: BinaryIO, path: str | Path) -> tuple[int, int]:
             advice="Save it with np.save, or say as --format what it is.",
         ) from None
     return version
+
+
+def _mapped_already(data: Array) -> Mapped | None:
+    """A whole `np.memmap` as its file: what is read of the map itself would stay resident.
+
+    A slice does not know where it begins, changes in a map of mode "c" are in no file, and the file may be gone.
+    """
+    base: Any = data.base  # of a slice, what it is a slice of
+    if not isinstance(data, np.memmap) or not isinstance(base, mmap.mmap) or data.mode == "c":
+        return None
+    if data.filename is None or not Path(data.filename).is_file():
+        return None
+    return Mapped(str(data.filename), data.dtype, data.shape, data.offset, "C" if data.flags.c_contiguous else "F")
 
 
 def _bytes(mapped: Mapped) -> int:

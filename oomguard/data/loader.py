@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
+from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader
 
 from oomguard.bptt import Microbatch
@@ -24,6 +25,8 @@ WORKER_BYTES = 160 * MIB
 8 MiB if it is forked."""
 MOST_WORKERS = 4
 """More do not help who maps files: one fills a microbatch faster than a pass goes through it."""
+_DEAD = "DataLoader worker (pid"
+"""How PyTorch begins to say that a worker is no more (torch 2.13, dataloader.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,6 +45,11 @@ class Batch:
     stream: "_Stream | None" = field(default=None, repr=False)
 
     @property
+    def lost(self) -> str | None:
+        """How a worker was lost, if one was: since then all is read here."""
+        return None if self.stream is None else self.stream.lost
+
+    @property
     def after(self) -> Position:
         """Where training is once this batch is done; the end of an epoch is the start of the next."""
         done = self.position.done + 1
@@ -56,7 +64,7 @@ class Batch:
         """
         parts = self.loader.order.microbatches(self.sequences, size)
         if self.stream is not None and size is None and self.stream.is_ahead_of(self.position.done):
-            yield from self.stream.take(self.position.done, len(parts))
+            yield from self.stream.take(self.position.done, parts)
             return
         for part in parts:
             yield self.loader.read(part)
@@ -161,10 +169,16 @@ class _Reader:
 
 
 class _Stream:
-    """The microbatches of the batches to come, prepared by workers that live as long as the epoch."""
+    """The microbatches of the batches to come, prepared by workers that live as long as the epoch.
+
+    A worker may be killed, most likely by the kernel for its memory. PyTorch would raise an error for that in whatever
+    is being done at the moment, be it an update of the weights. So its handler is not told of these workers: a loss
+    shows where a microbatch is waited for, within seconds, and what is missing is read here.
+    """
 
     def __init__(self, loader: Loader, epoch: Epoch, start: int) -> None:
-        self.last = start - 1
+        self.loader, self.last = loader, start - 1
+        self.lost: str | None = None
         keys = (
             _Key(number, part)
             for number in range(start, len(epoch))
@@ -181,27 +195,36 @@ class _Stream:
             pin_memory=loader.pinned,
             generator=torch.Generator(),  # its own: dropout must fall as it does without workers
         )
-        self.items: Iterator[Any] | None = iter(made)
+        items: Any = iter(made)
+        _remove_worker_pids(id(items))
+        items._worker_pids_set = False  # as its own end would: it does not take them off a second time
+        self.items: Iterator[Any] | None = items
 
     def is_ahead_of(self, number: int) -> bool:
         """Whether no microbatch of this batch was taken yet."""
         return self.items is not None and number > self.last
 
-    def take(self, number: int, count: int) -> Iterator[Microbatch]:
+    def take(self, number: int, parts: list[Ints]) -> Iterator[Microbatch]:
         """The microbatches of a batch. Those of batches before it that nobody took are thrown away."""
         self.last = number
-        for _ in range(count):
-            yield self._next(number)  # in no variable here: it would live on while the next one is waited for
+        for part in parts:
+            yield self._next(number, part)  # in no variable here: it would live on while the next one is waited for
 
-    def _next(self, number: int) -> Microbatch:
-        assert self.items is not None  # `is_ahead_of` said so
-        for of, made in self.items:
-            if isinstance(made, Microbatch) and of == number:
-                return made
-            if isinstance(made, MisuseError) and of == number:
-                self.close()
-                raise made
-        raise AssertionError(f"the workers have ended before batch {number}")
+    def _next(self, number: int, part: Ints) -> Microbatch:
+        try:
+            for of, made in () if self.items is None else self.items:
+                if isinstance(made, Microbatch) and of == number:
+                    return made
+                if isinstance(made, MisuseError) and of == number:
+                    self.close()
+                    raise made
+        except (RuntimeError, OSError, EOFError) as error:  # the last two: it died while it handed something over
+            if isinstance(error, RuntimeError) and _DEAD not in str(error):
+                raise
+            self.lost = str(error).strip().partition("\n")[0] or type(error).__name__
+        assert self.lost is not None, f"the workers have ended before batch {number}"
+        self.close()  # not where it was caught: there the traceback still held them
+        return self.loader.read(part)
 
     def close(self) -> None:
         """End the workers."""
@@ -226,8 +249,17 @@ def size_loader(
     ((3, 2), (0, 2))
     """
     for workers in range(min(MOST_WORKERS, cores - 1), 0, -1):
-        for prefetch in range(candidate.prefetch, 0, -1):
-            asked = msgspec.structs.replace(candidate, workers=workers, prefetch=prefetch)
-            if workers * WORKER_BYTES + int(loader_bytes(spec, asked, pinned=pinned)) <= free_bytes:
-                return workers, prefetch
+        asked = msgspec.structs.replace(candidate, workers=workers)
+        prefetch = prefetch_within(spec, asked, free_bytes, pinned=pinned)
+        if prefetch is not None:
+            return workers, prefetch
     return 0, candidate.prefetch
+
+
+def prefetch_within(spec: Spec, candidate: Candidate, free_bytes: int, *, pinned: bool = False) -> int | None:
+    """Microbatches that each of the candidate's workers may prepare ahead; None if there is no room for one each."""
+    for prefetch in range(candidate.prefetch, 0, -1):
+        asked = msgspec.structs.replace(candidate, prefetch=prefetch)
+        if asked.workers * WORKER_BYTES + int(loader_bytes(spec, asked, pinned=pinned)) <= free_bytes:
+            return prefetch
+    return None

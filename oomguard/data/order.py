@@ -14,19 +14,21 @@ from oomguard.spec import MAX_SEQ
 
 
 class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sequences of similar length, and how many of them are gone through together."""
+    """Sequences of similar length, and how many of them are gone through together.
+
+    A pass has at most `longest x microbatch` steps, padding counted: that is what the plan has measured, or reckoned
+    with. Shorter sequences do not come in more rows for that: not all memory is in steps (each row has its states, at
+    every border of a segment too), so the peak is certain for so many rows only.
+    """
 
     longest: int
     """Steps of the longest sequence that it holds."""
     microbatch: int
     """Sequences per pass at most."""
-    tokens: int | None = None
-    """Steps per pass at most, padding counted (one sequence always goes); None: no such bound."""
 
     def __post_init__(self) -> None:
         check_whole("longest of a bucket", self.longest, 1, MAX_SEQ, optional=False)
         check_whole("microbatch", self.microbatch, 1, 1 << 20, optional=False)
-        check_whole("tokens of a bucket", self.tokens, 1, 1 << 45)
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -128,8 +130,6 @@ class Order:
         while start < len(ranked):
             bucket = self.buckets[homes[start]]
             rows = min(bucket.microbatch, size or bucket.microbatch)
-            if bucket.tokens is not None:
-                rows = max(1, min(rows, bucket.tokens // int(self.lengths[ranked[start]])))
             same = int(np.searchsorted(falling, falling[start], side="right"))
             stop = min(start + rows, same)
             found.append(ranked[start:stop])

@@ -46,13 +46,14 @@ def validate(model: Recurrent, source: Source, candidate: Candidate, ranks: Rank
     """The mean loss over all real targets of a source. An out-of-memory error halves the microbatch from there on."""
     total, targets, rows, start = 0.0, 0, candidate.microbatch, 0
     order = ranks.share(by_length(source))
-    while start < len(order):
-        batch = read(model.spec, source, order[start : start + rows])
-        loss = tried(lambda batch=batch: evaluate(model, batch, candidate), last=rows == 1)  # type: ignore[misc]
-        if loss is None:
-            rows //= 2
-            continue
-        total, targets, start = total + float(loss), targets + count_targets(model.spec, batch), start + rows
+    with ranks.together():
+        while start < len(order):
+            batch = read(model.spec, source, order[start : start + rows])
+            loss = tried(lambda batch=batch: evaluate(model, batch, candidate), last=rows == 1)  # type: ignore[misc]
+            if loss is None:
+                rows //= 2
+                continue
+            total, targets, start = total + float(loss), targets + count_targets(model.spec, batch), start + rows
     total, count = ranks.sums([total, targets])
     return total / max(1, count)
 

@@ -17,7 +17,7 @@ from oomguard.candidate import Candidate
 from oomguard.checkpoint import save
 from oomguard.data.loader import Batch, Loader
 from oomguard.data.order import Bucket
-from oomguard.errors import GuardError, MisuseError, TornUpdateError
+from oomguard.errors import GuardError, MisuseError
 from oomguard.guard.guard import Guard
 from oomguard.metrics import Metrics
 from oomguard.step import Outcome, Training, Visiting, accumulate, no_gradient_left, update
@@ -51,10 +51,9 @@ class Trainer:
             try:
                 while (ended := self._ended()) is None:
                     self._epoch()
-            except TornUpdateError:
-                raise  # the weights are half new: the checkpoint before this step is the one to go on from
             except (GuardError, MisuseError):  # memory is short, or something is wrong with the data
-                self.save()
+                if self.guard.steps == self.state.step:  # else weights are half new: the checkpoint before is the one
+                    self.save()
                 raise
             self.save()
         return self._result(ended)
@@ -66,30 +65,42 @@ class Trainer:
             began = perf_counter()
             outcome = self.step(batch)
             self._count(batch, outcome, batch.steps / (perf_counter() - began))
+            if batch.lost is not None:
+                self._spare_a_worker(batch.lost)
             if self._save_is_due():
                 self.save()
-            # who has workers asks them anew: what they prepared is for another rung
+            # who has workers asks them anew: what they prepared is for another rung, or one of them is gone
             if self._ended() is not None or (loader.workers and loader is not self.loaders[self.guard.rung]):
                 return
+
+    def _spare_a_worker(self, why: str) -> None:
+        """Go on with one worker less: what killed one is most likely a shortage of memory, and would kill the next."""
+        self.loaders = [replace(one, workers=one.workers - 1) for one in self.loaders]
+        left = self.loaders[0].workers
+        reason = f"A process that loads data was lost ({why}). What it had to do was done here; {left} are left."
+        self.guard.tell("worker", reason, workers=left)
 
     def step(self, batch: Batch) -> Outcome:
         """One optimizer step, whatever it takes."""
         training, guard, ranks = self.training, self.guard, self.ranks
+        ranks.roll(self.job.data_options.seed, self.state.step)
         for group in training.optimizer.param_groups:
             group["lr"] = rate_at(self.job.options, self.state.step, self.total)
         with no_gradient_left(training):
             for attempt in guard.attempts(training.optimizer):
                 with attempt:
                     loss = self._accumulate(batch)
-            loss = ranks.sum_gradients(training.model, loss)
-            return update(training, loss, self.job.options.clip, self._update)
+            with ranks.together():
+                loss = ranks.sum_gradients(training.model, loss)
+                return update(training, loss, self.job.options.clip, self._update)
 
     def _accumulate(self, batch: Batch) -> torch.Tensor:
         """The gradient of this process's share of a batch."""
-        training, parts = self.training, self._microbatches(batch)
-        if not len(self.ranks.share(batch.sequences)):
-            return torch.zeros((), device=training.model.device)
-        return accumulate(training, parts, batch.targets, self._how)
+        training, loss = self.training, torch.zeros((), device=self.training.model.device)
+        if len(self.ranks.share(batch.sequences)):
+            loss = accumulate(training, self._microbatches(batch), batch.targets, self._how)
+        self.ranks.complete_gradients(training.model)
+        return loss
 
     def _microbatches(self, batch: Batch) -> Iterator[Microbatch]:
         """As the rung has them: those that workers have prepared, or read here."""

@@ -1,7 +1,7 @@
 """Ranks: several processes that train one model together, each on its share of every batch.
 
 Started by torchrun, which sets RANK, WORLD_SIZE and LOCAL_RANK. Each step they exchange three small numbers before the
-gradients: so they fall back together, and none waits for gradients that another could not compute.
+gradients, and one after the update: so they fall back together, and none waits for what another could not compute.
 """
 
 import os
@@ -9,20 +9,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, distributed
 
 from oomguard.data.source import Ints
-from oomguard.errors import MisuseError
+from oomguard.errors import GuardError, MisuseError, TornUpdateError
 from oomguard.model import Recurrent, trainable
 from oomguard.spec import Spec
-from oomguard.units import MIB
 
-CHUNK_BYTES = 32 * MIB
-"""Gradients that are summed at once: together, since each exchange costs time, but not all, since they are copied.
-
-The copies are there when the activations are gone, and are no larger than this or the largest weight: no more than what
-a plan counts for the update of Adam, which comes after."""
+FINE, TORN, BROKEN = 0, 1, 2
+"""What came of something that all processes do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,32 +58,47 @@ class Ranks:
         distributed.all_reduce(tensor)
         return [float(one) for one in tensor.tolist()]
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What fails in one process fails in all, so that none waits for one that has gone. A torn update is one for
+        all: they go back to the same checkpoint."""
+        try:
+            yield
+        except BaseException as error:
+            self.agree([TORN if isinstance(error, TornUpdateError) else BROKEN])
+            raise
+        worst = self.agree([FINE])[0]
+        if worst != FINE:
+            raise (TornUpdateError if worst == TORN else GuardError)(
+                rule="All processes of a training go on together",
+                got="another one failed",
+                advice="Read what that one says.",
+            )
+
+    def roll(self, seed: int, step: int) -> None:
+        """Random numbers for a step: each process draws dropout of its own, and the same again after a resume."""
+        if self.world > 1:
+            torch.manual_seed(int(np.random.SeedSequence((seed, self.rank, step)).generate_state(1, np.uint64)[0]))
+
+    def complete_gradients(self, model: Recurrent) -> None:
+        """Zeros for the weights that had no part in this process's share, perhaps since it was empty."""
+        if self.world > 1:
+            for parameter in trainable(model):
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+
     def sum_gradients(self, model: Recurrent, loss: Tensor) -> Tensor:
-        """Sum gradients and loss. Each is already a share of the mean over all targets, so sums are that mean."""
-        if self.world == 1:
-            return loss
-        for chunk in _chunks(model):
-            flat = torch.cat([gradient.flatten() for gradient in chunk])
-            distributed.all_reduce(flat)
-            for gradient, summed in zip(chunk, torch.split(flat, [one.numel() for one in chunk]), strict=True):
-                gradient.copy_(summed.view_as(gradient))
-        total = loss.clone()
-        distributed.all_reduce(total)
-        return total
+        """Sum gradients and loss. Each is already a share of the mean over all targets, so sums are that mean.
 
-
-def _chunks(model: Recurrent) -> Iterator[list[Tensor]]:
-    """All gradients, some at a time; who had no sequence has zeros."""
-    chunk: list[Tensor] = []
-    for parameter in trainable(model):
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        if chunk and sum(one.nbytes for one in chunk) + parameter.grad.nbytes > CHUNK_BYTES:
-            yield chunk
-            chunk = []
-        chunk.append(parameter.grad)
-    if chunk:
-        yield chunk
+        They are summed where they are, all on the way at once. Buckets, as DDP has them, would be copies, for which
+        memory could run out here, where no process can fall back alone. So what a plan counts as gradients is all that
+        there is, whatever the optimizer; gloo's own 3 MiB are within the margin.
+        """
+        if self.world > 1:
+            summed = [loss, *(one.grad for one in trainable(model) if one.grad is not None)]
+            for exchange in [distributed.all_reduce(one, async_op=True) for one in summed]:
+                exchange.wait()
+        return loss
 
 
 @contextmanager

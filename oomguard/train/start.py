@@ -1,6 +1,7 @@
 """From a plan and data to a training, new or taken up again."""
 
 import os
+import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 
 from oomguard.checkpoint import Checkpoint, load, restore
 from oomguard.checks import flag, shown
-from oomguard.data.loader import Loader, size_loader
+from oomguard.data.loader import Loader, prefetch_within, size_loader
 from oomguard.data.open import check_data, open_data
 from oomguard.data.options import DataOptions
 from oomguard.data.order import Bucket
@@ -32,6 +33,8 @@ from oomguard.train.own import Model, build_own, name_of
 from oomguard.train.ranks import Ranks, join
 
 Progress = Callable[[Told], None] | None
+SHARED = Path("/dev/shm")
+"""Where processes share memory on Linux."""
 
 
 def run_training(
@@ -58,7 +61,7 @@ def run_training(
             try:
                 return trainer.run()
             except TornUpdateError:
-                if torn or ranks.world > 1:  # a second time, or the others have gone on
+                if torn:  # a second time
                     raise
                 torn, last = True, _last(home, msgspec.structs.replace(options, resume=True))
             finally:
@@ -126,12 +129,10 @@ def _trainer(job: Job, ranks: Ranks, last: Checkpoint | None, model: Model) -> T
     training = _training(job, device, model)
     if last is not None:
         restore(last, training)
-    if ranks.world > 1:  # each draws dropout of its own
-        torch.manual_seed(job.data_options.seed + ranks.rank + ranks.world * (state.step + 1))
     events = Events(job.home / EVENTS) if ranks.first else None
     guard = Guard(plan, device=device, events=events, standing=state.standing, agree=ranks.agree)
     guard.steps = state.step
-    trainer = Trainer(job, training, _loader(job, device), guard, ranks)
+    trainer = Trainer(job, training, _loader(job, device, ranks), guard, ranks)
     trainer.state = state
     if ranks.first:
         trainer.metrics = _metrics(job.home, options, state.step)
@@ -205,14 +206,22 @@ def _training(job: Job, device: Device, model: Model) -> Training:
     return replace(training, model=own, optimizer=make_optimizer(own, plan.candidate, lr))
 
 
-def _loader(job: Job, device: Device) -> Loader:
-    """Batches of the training data; workers as asked, as the plan says or, for a card, as many as fit."""
+def _loader(job: Job, device: Device, ranks: Ranks) -> Loader:
+    """Batches of the training data; workers as asked, as the plan says or, for a card, as many as fit.
+
+    Workers that were asked for prepare no more ahead than there is memory for. Several processes that train together
+    have none: each reads its share itself.
+    """
     plan, options = job.plan, job.data_options
     candidate, cuda = plan.candidate, device.name != "cpu"
     workers, prefetch = candidate.workers if options.workers is None else options.workers, candidate.prefetch
-    if cuda and options.workers is None and not workers:
-        host_bytes = open_device("cpu").budget().left_bytes
-        workers, prefetch = size_loader(plan.spec, candidate, host_bytes, cores=cores(), pinned=True)
+    if ranks.world > 1:
+        workers = 0
+    elif cuda and options.workers is None and not workers:
+        workers, prefetch = size_loader(plan.spec, candidate, _room_bytes(plan), cores=cores(), pinned=True)
+    elif options.workers:
+        asked = msgspec.structs.replace(candidate, workers=workers)
+        prefetch = prefetch_within(plan.spec, asked, _room_bytes(plan), pinned=cuda) or 1
     return Loader(
         source=job.data.train,
         spec=plan.spec,
@@ -222,6 +231,14 @@ def _loader(job: Job, device: Device) -> Loader:
         prefetch=prefetch,
         pinned=cuda,
     )
+
+
+def _room_bytes(plan: Plan) -> int:
+    """Host memory for workers and what they prepare, which comes over in /dev/shm: 64 MiB in many a container."""
+    room_bytes = open_device("cpu").budget().left_bytes
+    if not plan.where.cuda:  # what training itself will take
+        room_bytes -= plan.expected.peak_bytes
+    return min(room_bytes, shutil.disk_usage(SHARED).free) if SHARED.is_dir() else room_bytes
 
 
 def _metrics(home: Path, options: TrainOptions, step: int) -> Metrics:

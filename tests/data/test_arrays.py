@@ -73,6 +73,24 @@ def test_classes_for_each_sequence(tmp_path: Path) -> None:
     assert source[0][1].dtype == np.int64
 
 
+@pytest.mark.parametrize("mode", ["r", "r+", "c"])
+@pytest.mark.parametrize("part", [slice(None), slice(1, None), slice(None, None, 2)])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_a_map_gives_what_it_holds_whole_or_in_part(tmp_path: Path, mode: Any, part: slice, order: Any) -> None:
+    given = np.load(saved(tmp_path / "x.npy", np.asarray(numbers(4, 4, 3), order=order)), mmap_mode=mode)
+    if mode != "r":
+        given[2, 0, 0] = 77
+    given = given if part == slice(None) else given[part]
+    source = open_source(given, spec())
+    assert [source[i][0].tolist() for i in range(len(source))] == given[..., :2].tolist()
+
+
+def test_a_map_whose_file_is_gone_is_read_all_the_same(tmp_path: Path) -> None:
+    given = np.load(saved(tmp_path / "x.npy", numbers(3, 4, 3)), mmap_mode="r")
+    (tmp_path / "x.npy").unlink()
+    np.testing.assert_array_equal(open_source(given, spec())[1][0], numbers(3, 4, 3)[1, :, :2])
+
+
 def test_a_long_series_is_cut_into_windows(tmp_path: Path) -> None:
     source = open_source(saved(tmp_path / "x.npy", numbers(11, 3)), spec())
     assert source.lengths.tolist() == [4, 4, 3]

@@ -1,6 +1,7 @@
 """The loader: batches in order, microbatches one at a time, the same with workers and after a restart."""
 
 import gc
+import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -201,6 +202,33 @@ def test_workers_end_with_the_epoch_and_when_it_is_left(tmp_path: Path) -> None:
     assert len({child.pid for child in children()} - before) == 2
     running.close()  # type: ignore[attr-defined]
     assert {child.pid for child in children()} <= before
+
+
+def test_what_a_killed_worker_had_to_do_is_done_here() -> None:
+    before = {child.pid for child in children()}
+    made = loader(workers=1, buckets=(Bucket(longest=8, microbatch=1),), prefetch=1)
+    found = []
+    for batch in made.batches():
+        for one in batch.microbatches():
+            found.append(one)
+            if len(found) == 8:  # in the middle of a batch
+                [worker] = (child for child in children() if child.pid not in before)
+                worker.kill()
+    assert batch.lost is not None
+    assert all(same(*pair) for pair in zip(found, flat(replace(made, workers=0)), strict=True))
+
+
+def test_a_worker_that_dies_disturbs_nobody_who_does_not_wait_for_it() -> None:
+    before = {child.pid for child in children()}
+    running = loader(workers=1).batches()
+    batch = next(running)
+    next(iter(batch.microbatches()))
+    [worker] = (child for child in children() if child.pid not in before)
+    worker.kill()
+    for _ in range(20):
+        time.sleep(0.01)  # PyTorch's handler would raise its error here
+    assert batch.lost is None
+    running.close()  # type: ignore[attr-defined]
 
 
 def test_memory_of_workers_does_not_grow_over_epochs(tmp_path: Path) -> None:

@@ -15,8 +15,7 @@ from oomguard.errors import MisuseError
 def orders(draw: st.DrawFn) -> Order:
     lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=120))
     bounds = draw(st.sets(st.integers(1, 40), max_size=4)) | {40}
-    tokens = st.none() | st.integers(1, 100)
-    buckets = [Bucket(longest=bound, microbatch=draw(st.integers(1, 8)), tokens=draw(tokens)) for bound in bounds]
+    buckets = [Bucket(longest=bound, microbatch=draw(st.integers(1, 8))) for bound in bounds]
     return Order(
         lengths=np.array(lengths), buckets=tuple(buckets), batch=draw(st.integers(1, 20)), seed=draw(st.integers(0, 9))
     )
@@ -62,7 +61,7 @@ def test_microbatches_are_the_batch_within_every_bound(order: Order, size: int |
             bucket, longest = order.buckets[number], int(order.lengths[part].max())
             assert len(part) <= min(bucket.microbatch, size or bucket.microbatch)
             assert longest <= bucket.longest
-            assert bucket.tokens is None or len(part) == 1 or len(part) * longest <= bucket.tokens
+            assert len(part) * longest <= bucket.longest * bucket.microbatch
 
 
 @given(orders())
@@ -128,7 +127,6 @@ def test_a_sequence_that_no_bucket_holds_is_named() -> None:
     [
         (Bucket, {"longest": 0, "microbatch": 1}, "Longest of a bucket must be a whole number from 1"),
         (Bucket, {"longest": 5, "microbatch": 0}, "--microbatch must be a whole number from 1"),
-        (Bucket, {"longest": 5, "microbatch": 1, "tokens": 0}, "Tokens of a bucket must be"),
         (Position, {"epoch": -1}, "--epoch must be"),
         (Position, {"done": 1.5}, "--done must be"),
     ],

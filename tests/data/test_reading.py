@@ -77,6 +77,16 @@ def test_what_was_read_of_a_file_does_not_stay_resident(tmp_path: Path) -> None:
 
 
 @linux
+def test_what_was_read_of_a_map_from_python_does_not_stay_resident(tmp_path: Path) -> None:
+    wanted = spec(seq=1 << 10, features=15)
+    given = np.memmap(tmp_path / "x.raw", np.float32, "w+", 512, (1 << 12, 1 << 10, 16))  # 256 MiB
+    source = open_source(given, wanted)
+    before = file_bytes()
+    assert check_source(source) == 1 << 22
+    assert file_bytes() - before < 30 * MIB
+
+
+@linux
 def test_windows_of_a_long_series_cost_eight_bytes_each(tmp_path: Path) -> None:
     path = sparse(tmp_path / "x.npy", 1 << 30, 1)
     before = anonymous_bytes()
