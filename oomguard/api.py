@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from oomguard.asked import find_budget, find_place, read_candidate, read_spec
 from oomguard.candidate import KNOBS, Candidate, Candidates
 from oomguard.checks import check_whole, nearest, shown
@@ -90,6 +92,7 @@ def probe(
 def find_feasible_config(
     spec: Spec | None = None,
     *,
+    data: Any = None,
     budget: int | str | None = None,
     device: str = "cpu",
     maximize: str | Sequence[str] = "throughput",
@@ -105,7 +108,8 @@ def find_feasible_config(
 
     Fields of the spec may be given by name, and knobs that are to be fixed. `budget` is bytes or a size such as
     "6GiB"; `maximize` and `allow` are as `--maximize` and `--allow` take them; several devices, "cuda:0,cuda:1", search
-    together. Raises `NothingFitsError` if not even the smallest candidate fits.
+    together. Instead of a histogram of `lengths`, `data` as `train` takes it may be given, with options that say how it
+    is cut (`id`, `stride`, ...). Raises `NothingFitsError` if not even the smallest candidate fits.
 
     >>> plan = find_feasible_config(cell="gru", seq=50, hidden=16, batch=4, threads=1, max_probes=2)
     >>> plan.ooms, plan.candidate.microbatch * plan.candidate.accumulation >= 4
@@ -114,6 +118,8 @@ def find_feasible_config(
     from oomguard.plan.find import Question, find_plan
     from oomguard.search.run import Limits
 
+    if data is not None:
+        spec, fields = _spec_for(spec, data, fields), {name: fields[name] for name in fields if name in KNOBS}
     spec = read_spec(spec, {name: value for name, value in fields.items() if name not in KNOBS})
     question = Question(
         spec=spec,
@@ -267,6 +273,20 @@ def predict(
     for name in options:
         _known(name, [*DataOptions.__struct_fields__])
     return run_prediction(run, data, Wanted(output=output, probabilities=probabilities, device=device), options)
+
+
+def _spec_for(spec: Spec | None, data: Any, fields: dict[str, Any]) -> Spec:
+    """The spec, or that of the fields, with the lengths of the data."""
+    from oomguard.data.lengths import CUTTING, UNKNOWN, spec_for
+    from oomguard.data.options import DataOptions
+
+    options = DataOptions(**{name: value for name, value in fields.items() if name in CUTTING})
+    own = {name: value for name, value in fields.items() if name not in (*CUTTING, *KNOBS)}
+    if spec is None:
+        own = {"lengths": UNKNOWN} | own
+    elif isinstance(spec, Spec) and spec.lengths is None:
+        spec = msgspec.structs.replace(spec, lengths=UNKNOWN)
+    return spec_for(read_spec(spec, own), data, options)
 
 
 def _known(name: str, names: list[str]) -> None:

@@ -17,6 +17,7 @@ from oomguard.errors import GuardError, MisuseError
 from oomguard.flags import (
     ANYWHERE,
     CANDIDATE,
+    CUT,
     DATA,
     FIXED,
     HERE,
@@ -45,10 +46,10 @@ from oomguard.typed import (
     check_output,
     read,
     read_budget,
-    read_fixed,
     read_number,
     read_options,
     read_path,
+    read_planned,
     read_seconds,
     read_source,
     read_table,
@@ -159,7 +160,9 @@ def _probe(*, device: str = "cpu", budget: str | None = None, json: bool = False
 
 
 @app.command("plan", cls=Command, help=PLAN_HELP)
-@with_flags(Spec=SPEC, **{"Knobs (fixed if given)": FIXED}, Where=ANYWHERE, Search=SEARCH, Output=[OUTPUT, JSON])
+@with_flags(
+    Spec=SPEC, Data=CUT, **{"Knobs (fixed if given)": FIXED}, Where=ANYWHERE, Search=SEARCH, Output=[OUTPUT, JSON]
+)
 def _plan(*, device: str = "cpu", output: str = "plan.json", json: bool = False, **values: Any) -> Answer:
     from oomguard.api import find_feasible_config
     from oomguard.plan.shortfall import NothingFitsError
@@ -167,7 +170,7 @@ def _plan(*, device: str = "cpu", output: str = "plan.json", json: bool = False,
     from oomguard.report.plan import plan_json, shortfall_json, show_result, show_shortfall
     from oomguard.report.progress import live
 
-    spec, fixed = read_fixed(values)
+    spec, fixed = read_planned(values)
     asked: dict[str, Any] = {
         name: values[name] for name in ("maximize", "allow", "ledger", "storage") if name in values
     }

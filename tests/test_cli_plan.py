@@ -142,6 +142,59 @@ def test_lengths_are_read_from_a_file(name: str, tmp_path: Path) -> None:
     assert oomguard.load_plan(path).spec.lengths == {100: 5000, 2000: 40}
 
 
+SALES = "shop,price,open,sold\n" + "a,1,1,5\n" * 3 + "b,2,0,4\n" * 7 + "c,2,1,4\n" * 3
+"""Three series, two of 3 steps and one of 7."""
+OF_SALES = "--model gru --features 2 --id shop --target sold"
+
+
+def test_lengths_are_those_of_the_data_as_train_would_cut_it(tmp_path: Path) -> None:
+    source, path = tmp_path / "sales.csv", tmp_path / "p.json"
+    source.write_text(SALES)
+    assert run(f"plan {OF_SALES} --data {source} --device t4 --output {path}".split()) == 0
+    spec = oomguard.load_plan(path).spec
+    assert (spec.steps, spec.lengths) == (7, {3: 2, 7: 1})
+    found = oomguard.find_feasible_config(
+        cell="gru", features=2, data=str(source), id="shop", target=("sold",), device="t4"
+    )
+    assert found.spec == spec
+
+
+@pytest.mark.parametrize(
+    ("words", "lengths"),
+    [
+        (f"{OF_SALES} --seq 20", {3: 2, 7: 1}),
+        (f"{OF_SALES} --seq 5 --truncate", {3: 2, 5: 1}),
+        (f"{OF_SALES} --seq 4 --stride 4", {3: 3, 4: 1}),
+        ("--model gru --features 2 --columns price,open --target sold --seq 5", {3: 1, 5: 2}),
+    ],
+)
+def test_a_length_that_is_given_cuts_the_data(words: str, lengths: dict[int, int], tmp_path: Path) -> None:
+    source, path = tmp_path / "sales.csv", tmp_path / "p.json"
+    source.write_text(SALES)
+    assert run(f"plan {words} --data {source} --device t4 --output {path}".split()) == 0
+    assert oomguard.load_plan(path).spec.lengths == lengths
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (f"{OF_SALES} --data sales.csv --seq 5", "must not be longer than the spec says (5 steps)"),
+        (f"{OF_SALES} --data sales.csv --lengths 5:1", "Leave --lengths or --data out."),
+        ("--model gru --features 2 --columns price,open --target sold --data sales.csv", "windows of --seq steps"),
+        (f"{OF_SALES} --data nowhere.csv", "nowhere.csv"),
+        (f"{OF_SALES} --seq 9", "Add --data"),
+        ("--model gru --lengths sales.csv", "give data itself as --data"),
+    ],
+)
+def test_data_that_gives_no_lengths_is_told(
+    words: str, told: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sales.csv").write_text(SALES)
+    assert run(f"plan {words} --device t4".split()) == 2
+    assert told in capsys.readouterr().err
+
+
 def test_an_array_of_lengths_is_read_from_a_file(tmp_path: Path, capsys: Capture) -> None:
     import numpy as np
 
@@ -305,7 +358,7 @@ def test_words_that_are_too_long_go_on_in_their_column() -> None:
         (lambda text: text[:500], "is not one"),
         (lambda text: text.replace('"version": 1', '"version": 2'), "has version 2"),
         (lambda text: text.replace('"budget_bytes"', '"budget"', 1), "does not have the right form"),
-        (lambda text: text.replace('"total_bytes": ', '"total_bytes": 1', 1), "is not what its knobs give"),
+        (lambda text: text.replace('"total_bytes": ', '"total_bytes": 1', 1), "estimate is not what the knobs give"),
     ],
     ids=["empty", "cut", "version", "field", "figure"],
 )
