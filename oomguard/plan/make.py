@@ -78,7 +78,7 @@ def make_plan(found: Found, facts: Facts, exports: "Exports") -> Plan | None:
     before = Calibration(spec, [one for one in records if one is not record], problem.place, problem.cached)
     estimate = estimate_step(spec, candidate, problem.place)
     own = [one for one in records if one.steps]
-    return Plan(
+    plan = Plan(
         spec=spec,
         candidate=candidate,
         where=Where.of(problem.place),
@@ -107,6 +107,7 @@ def make_plan(found: Found, facts: Facts, exports: "Exports") -> Plan | None:
         environment=_environment(facts, problem, records),
         exports=exports(candidate),
     )
+    return msgspec.structs.replace(plan, front=_as_told(plan))
 
 
 Exports = Any
@@ -253,6 +254,28 @@ def _front(problem: Problem, records: Sequence[Record]) -> tuple[Point, ...]:
         point
         for worth, point in points
         if not any(other != worth and all(a >= b for a, b in zip(other, worth, strict=True)) for other, _ in points)
+    )
+
+
+def _as_told(plan: Plan) -> tuple[Point, ...]:
+    """The front, in the time that the plan tells of its own candidate.
+
+    The search compares by the fastest pass, and a plan tells what steps took: one candidate would have two times.
+    """
+    own = [one for one in plan.front if (one.seq, one.candidate) == (plan.spec.steps, plan.candidate)]
+    if plan.seconds_per_step is None or not own or own[0].expected.seconds_per_step is None:
+        return plan.front
+    longer = plan.seconds_per_step / own[0].expected.seconds_per_step
+    return tuple(_slowed(one, longer) for one in plan.front)
+
+
+def _slowed(point: Point, times: float) -> Point:
+    seconds = point.expected.seconds_per_step
+    return msgspec.structs.replace(
+        point,
+        expected=msgspec.structs.replace(point.expected, seconds_per_step=None if seconds is None else seconds * times),
+        throughput=point.throughput / times,
+        tokens_per_second=point.tokens_per_second / times,
     )
 
 

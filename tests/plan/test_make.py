@@ -191,6 +191,18 @@ def test_no_point_of_a_front_beats_another_and_all_fit(aims: tuple[str, ...]) ->
         check_candidate(msgspec.structs.replace(GRU, seq=one.seq), one.candidate)
 
 
+@pytest.mark.parametrize("aims", [("throughput", "seq"), ("throughput", "microbatch")], ids=",".join)
+def test_the_chosen_candidate_has_one_time_in_the_plan_and_in_its_front(aims: tuple[str, ...]) -> None:
+    problem = make_problem(GRU, 420 * MIB, maximize=aims)
+    slower = [msgspec.structs.replace(one, seconds_per_step=(one.seconds_per_step or 0) * 1.04)
+              for one in solve(Machine(), problem)]  # fmt: skip
+    plan = make(problem, slower)
+    assert plan is not None
+    own = [one for one in plan.front if (one.seq, one.candidate) == (plan.spec.steps, plan.candidate)]
+    assert [one.expected.seconds_per_step for one in own] == [pytest.approx(plan.seconds_per_step)]
+    assert own[0].throughput == pytest.approx(plan.throughput)
+
+
 def test_with_one_aim_there_is_no_front() -> None:
     assert all(searched(name)[2].front == () for name in PROBLEMS)
 
