@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
+from oomguard.checks import visible
 from oomguard.errors import GuardError, MisuseError
 from oomguard.flags import (
     ANYWHERE,
@@ -171,12 +172,9 @@ def _plan(*, device: str = "cpu", output: str = "plan.json", json: bool = False,
     from oomguard.report.progress import live
 
     spec, fixed = read_planned(values)
-    asked: dict[str, Any] = {
-        name: values[name] for name in ("maximize", "allow", "ledger", "storage") if name in values
-    }
+    asked = read_options(values, SEARCH)
     asked |= {"budget": read_budget(values["budget"])} if "budget" in values else {}
     asked |= {"timeout": read_seconds(values["timeout"])} if "timeout" in values else {}
-    asked |= {"max_probes": read_number("max_probes", values["max_probes"])} if "max_probes" in values else {}
     check_output(output)
     try:
         with live(quiet=json) as progress:
@@ -337,7 +335,7 @@ def _refuse(error: MisuseError) -> int:
 
 
 def _say(text: str) -> None:
-    print(f"oomguard: {text}", file=sys.stderr)  # noqa: T201
+    print(f"oomguard: {visible(text)}", file=sys.stderr)  # noqa: T201
 
 
 def _json(document: dict[str, Any]) -> str:

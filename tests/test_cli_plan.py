@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from plan.making import EVERY, measured, reckoned
 from rich.console import Console
@@ -26,7 +27,7 @@ from oomguard.plan.section import Section, Table
 from oomguard.plan.store import decode_plan
 from oomguard.plan.words import explain
 from oomguard.report.plan import show_plan, show_sections, table_lines
-from oomguard.report.progress import progress_lines
+from oomguard.report.progress import Lines, progress_lines
 from oomguard.search.problem import AIMS, Probe
 from oomguard.search.run import MAX_PROBES, TIMEOUT_SECONDS, Progress
 from oomguard.search.space import ALLOWED
@@ -230,7 +231,8 @@ WRONG = [
     ("--maximize throughputt", "Did you mean throughput?"),
     ("--maximize seq,seq", "several different ones"),
     ("--allow precison", "Did you mean precision?"),
-    ("--max-probes 0", "--max-probes must be"),
+    ("--max-probes 0", "--max-probes must be a whole number from 1 to 100,000"),
+    ("--max-probes 100001", "--max-probes must be a whole number from 1 to 100,000"),
     ("--max-probes many", "--max-probes must be"),
     ("--timeout never", "--timeout must be"),
     ("--budget lots", "--budget must be"),
@@ -295,7 +297,7 @@ def test_on_a_terminal_a_live_line_follows_the_search(tmp_path: Path) -> None:
     code, out, err = on_terminal(f"{TINY} --output {tmp_path / 'p.json'}")
     assert code == 0
     assert re.search(r"0 probes done, at most 1 min \d+ s left", err)
-    assert re.search(r"T = 30, microbatch \d, segments \d+.*: [\d.]+ MiB of [\d.]+ [GM]iB", err)
+    assert re.search(r"[\d.]+ MiB of [\d.]+ [GM]iB: T = 30, microbatch \d, segments \d+", err)
     assert re.search(r"1 probe done, best [\d,]+ tokens/s", err)
     assert out.startswith("Plan for gru")
 
@@ -349,6 +351,16 @@ def test_what_looks_like_markup_is_printed_as_it_is() -> None:
 def test_words_that_are_too_long_go_on_in_their_column() -> None:
     table = Table(header=("words", "figure"), rows=(("one two three four five six", "1"),), align="lr")
     assert table_lines(table, 24) == ["words             figure", "one two three          1", "four five six"]
+
+
+def test_what_a_plan_says_does_not_steer_the_terminal(tmp_path: Path, capsys: Capture) -> None:
+    plan = reckoned()
+    named = msgspec.structs.replace(plan.environment, title="T4\x1b]0;owned\x07\x9b2J")
+    path = oomguard.save_plan(msgspec.structs.replace(plan, environment=named), tmp_path / "p.json")
+    assert run(["show", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "T4\\x1b]0;owned\\x07\\x9b2J" in "".join(out.split())
+    assert {one for one in out if not one.isprintable()} == {"\n"}
 
 
 @pytest.mark.parametrize(
@@ -423,6 +435,16 @@ def test_several_running_probes_have_a_line_each() -> None:
     found = Progress(probes=3, running=tuple(probes), best=None, seconds_left=61, budget_bytes=2 * GIB)
     assert progress_lines(found, 61) == [
         "3 probes done, at most 1 min 1 s left",
-        "  trying T = 10,000, microbatch 8, segments 1: 1.00 GiB of 2.00 GiB",
-        "  trying T = 10,000, microbatch 16, segments 1: 1.00 GiB of 2.00 GiB",
+        "  trying 1.00 GiB of 2.00 GiB: T = 10,000, microbatch 8, segments 1",
+        "  trying 1.00 GiB of 2.00 GiB: T = 10,000, microbatch 16, segments 1",
     ]
+
+
+def test_a_narrow_terminal_shows_what_a_probe_needs_of_the_budget() -> None:
+    candidate = Candidate(microbatch=1024, segments=16_384, levels=3)
+    spec = oomguard.Spec(cell="lstm", seq=10_000_000, batch=1024)
+    probe = Probe(spec=spec, candidate=candidate, role="confirm", passes=1, peak_bytes=1000 * GIB, seconds_per_pass=1)
+    lines = Lines(Console(width=60, file=io.StringIO()))
+    lines.take(Progress(probes=3, running=(probe,), best=None, seconds_left=61, budget_bytes=2000 * GIB))
+    lines.console.print(lines.render())
+    assert "1,000.00 GiB of 1.95 TiB" in lines.console.file.getvalue()  # type: ignore[attr-defined]
