@@ -1,6 +1,6 @@
 """The whole tool on one screen: every verb as a function."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +8,7 @@ import msgspec
 
 from oomguard.asked import find_budget, find_place, read_candidate, read_spec
 from oomguard.candidate import KNOBS, Candidate, Candidates
-from oomguard.checks import check_whole, nearest, shown
+from oomguard.checks import check_whole, flag, nearest, shown
 from oomguard.errors import MisuseError
 from oomguard.estimate.batch import estimate_batch
 from oomguard.estimate.breakdown import Estimate, estimate_step
@@ -16,7 +16,7 @@ from oomguard.estimate.margin import margin_bytes
 from oomguard.probe.record import Record
 from oomguard.probe.runner import TIMEOUT_SECONDS, Runner
 from oomguard.spec import Spec
-from oomguard.units import MAX_BYTES, parse_bytes
+from oomguard.units import MAX_BYTES, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:  # imported where it is used: an estimate does not wait for the search
     from pandas import DataFrame
@@ -67,7 +67,7 @@ def probe(
     *,
     device: str = "cpu",
     budget_bytes: int | None = None,
-    timeout: float = TIMEOUT_SECONDS,
+    timeout: float | str = TIMEOUT_SECONDS,
     **fields: Any,
 ) -> Record:
     """Run a few real steps of one candidate in a child process, under a budget, and record what came of it.
@@ -85,7 +85,7 @@ def probe(
         raise MisuseError(
             rule="A probe runs one candidate", got="got several", advice="Probe one after the other in a Runner."
         )
-    with Runner(device, timeout=timeout) as runner:
+    with Runner(device, timeout=_seconds(timeout)) as runner:
         return runner.probe(spec, found, budget_bytes=budget_bytes)
 
 
@@ -98,7 +98,7 @@ def find_feasible_config(
     maximize: str | Sequence[str] = "throughput",
     allow: str | Sequence[str] = "precision",
     max_probes: int = 24,
-    timeout: float = 100.0,
+    timeout: float | str = 100.0,
     ledger: str | None = None,
     storage: str | None = None,
     progress: "Callable[[Progress], None] | None" = None,
@@ -107,9 +107,10 @@ def find_feasible_config(
     """Find the fastest (or largest, or longest) candidate that fits, by a search that probes real runs, as a `Plan`.
 
     Fields of the spec may be given by name, and knobs that are to be fixed. `budget` is bytes or a size such as
-    "6GiB"; `maximize` and `allow` are as `--maximize` and `--allow` take them; several devices, "cuda:0,cuda:1", search
-    together. Instead of a histogram of `lengths`, `data` as `train` takes it may be given, with options that say how it
-    is cut (`id`, `stride`, ...). Raises `NothingFitsError` if not even the smallest candidate fits.
+    "6GiB", `timeout` seconds or a duration such as "5min"; `maximize` and `allow` are as `--maximize` and `--allow`
+    take them; several devices, "cuda:0,cuda:1", search together. Instead of a histogram of `lengths`, `data` may be
+    given as `train` takes it, with the options that say how it is cut (`id`, `stride`, ...). Raises `NothingFitsError`
+    if not even the smallest candidate fits.
 
     >>> plan = find_feasible_config(cell="gru", seq=50, hidden=16, batch=4, threads=1, max_probes=2)
     >>> plan.ooms, plan.candidate.microbatch * plan.candidate.accumulation >= 4
@@ -123,12 +124,12 @@ def find_feasible_config(
     spec = read_spec(spec, {name: value for name, value in fields.items() if name not in KNOBS})
     question = Question(
         spec=spec,
-        devices=_words(device),
+        devices=_words("device", device),
         budget_bytes=parse_bytes(budget) if isinstance(budget, str) else budget,
-        maximize=_words(maximize),
-        allow=tuple(word for word in _words(allow) if word != "none"),
+        maximize=_words("maximize", maximize),
+        allow=tuple(word for word in _words("allow", allow) if word != "none"),
         fixed={name: value for name, value in fields.items() if name in KNOBS and value is not None},
-        limits=Limits(max_probes=max_probes, seconds=timeout),
+        limits=Limits(max_probes=max_probes, seconds=_seconds(timeout)),
         ledger=ledger,
         storage=storage,
     )
@@ -294,7 +295,18 @@ def _known(name: str, names: list[str]) -> None:
         raise MisuseError(rule="Options go by their names", got=f"got {shown(name)}", advice=nearest(name, names))
 
 
-def _words(text: str | Sequence[str]) -> tuple[str, ...]:
+def _words(name: str, text: str | Sequence[str]) -> tuple[str, ...]:
     """`throughput,seq` as its words."""
-    words = text.split(",") if isinstance(text, str) else text
-    return tuple(str(word).strip() for word in words if str(word).strip())
+    words = text.split(",") if isinstance(text, str) else [*text] if isinstance(text, Iterable) else [text]
+    if not all(isinstance(word, str) for word in words):
+        raise MisuseError(
+            rule=f"{flag(name)} takes a name, or several",
+            got=f"got {shown(text)}",
+            advice=f"Leave {name} out, or give it text.",
+        )
+    return tuple(word.strip() for word in words if word.strip())
+
+
+def _seconds(timeout: float | str) -> float:
+    """Seconds, or a duration as `--timeout` takes it."""
+    return parse_seconds(timeout) if isinstance(timeout, str) else timeout
