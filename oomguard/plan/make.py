@@ -94,11 +94,11 @@ def make_plan(found: Found, facts: Facts, exports: "Exports") -> Plan | None:
             records=len(own), cached=len(problem.cached), stale=found.stale, ratio=_ratio(estimate, before)
         ),
         fallbacks=_fallbacks(problem, view, row, timed=bool(own)),
-        plain=_plain(problem, spec, records, facts.cores),
+        plain=_plain(problem, spec, records, facts.cores, timed=bool(own)),
         bought=_bought(view, row, timed=bool(own)),
         enough_rows=_enough_rows(view, row) if own else None,
         **_by_length(problem, records, candidate, timed=bool(own)),
-        front=_front(problem, records) if len(problem.maximize) > 1 else (),
+        front=_front(problem, records, timed=bool(own)) if len(problem.maximize) > 1 else (),
         probes=len(records),
         ooms=count_ooms(records),
         records=tuple(records),
@@ -151,16 +151,15 @@ def _fallbacks(problem: Problem, view: Screened, row: int, *, timed: bool) -> tu
     return tuple(rung for rung in ladder if rung.expected.peak_bytes <= problem.budget_bytes)
 
 
-def _plain(problem: Problem, spec: Spec, records: Sequence[Record], cores: int) -> Plain:
+def _plain(problem: Problem, spec: Spec, records: Sequence[Record], cores: int, *, timed: bool) -> Plain:
     """The whole batch in one pass, with what PyTorch does by itself."""
     candidate = plain_candidate(spec, cuda=problem.place.cuda, cores=cores)
     calibration = Calibration(spec, records, problem.place, problem.cached)
-    timed = _expected(calibration, estimate_step(spec, candidate, problem.place), timed=bool(records))
+    seconds = _expected(calibration, estimate_step(spec, candidate, problem.place), timed=timed).seconds_per_step
     if not problem.place.cuda:  # the C heap as it comes errs by far more: its peak is told as that of a steady one
         candidate = msgspec.structs.replace(candidate, allocator="steady")
     estimate = estimate_step(spec, candidate, problem.place)
-    expected = _expected(calibration, estimate, timed=False)
-    expected = msgspec.structs.replace(expected, seconds_per_step=timed.seconds_per_step)
+    expected = msgspec.structs.replace(_expected(calibration, estimate, timed=False), seconds_per_step=seconds)
     fits = bool(estimate.runs) and expected.peak_bytes + expected.margin_bytes <= problem.budget_bytes
     return Plain(estimate=figures(estimate), expected=expected, fits=fits)
 
@@ -230,7 +229,7 @@ def _by_length(problem: Problem, records: Sequence[Record], chosen: Candidate, *
     return {"buckets": buckets, "padding": padding}
 
 
-def _front(problem: Problem, records: Sequence[Record]) -> tuple[Point, ...]:
+def _front(problem: Problem, records: Sequence[Record], *, timed: bool) -> tuple[Point, ...]:
     """Points from the asked length to the largest that fits, of which none beats another in all aims."""
     points: list[tuple[tuple[float, ...], Point]] = []
     for view in _views(problem, records):
@@ -243,7 +242,7 @@ def _front(problem: Problem, records: Sequence[Record]) -> tuple[Point, ...]:
                 expected=Expected(
                     peak_bytes=int(view.peak_bytes[row]),
                     margin_bytes=int(view.safe_bytes[row] - view.peak_bytes[row]),
-                    seconds_per_step=seconds if records else None,
+                    seconds_per_step=seconds if timed else None,
                 ),
                 throughput=throughput,
                 tokens_per_second=throughput * view.spec.steps,

@@ -99,8 +99,11 @@ def test_a_time_limit_is_seconds_or_a_duration(monkeypatch: pytest.MonkeyPatch) 
     for timeout in (300.0, "5min", "300"):
         oomguard.find_feasible_config(GRU, timeout=timeout)
     assert asked == [300.0] * 3
-    assert has_three_beats(attempt(lambda: oomguard.find_feasible_config(GRU, timeout="soon") and None))
-    assert has_three_beats(attempt(lambda: oomguard.find_feasible_config(GRU, timeout=None) and None))
+
+
+@pytest.mark.parametrize("timeout", ["soon", None, 0])
+def test_what_is_no_time_is_told(timeout: Any) -> None:
+    assert has_three_beats(attempt(lambda: oomguard.find_feasible_config(GRU, timeout=timeout) and None))
 
 
 def test_words_are_taken_as_a_list_or_with_commas() -> None:

@@ -17,7 +17,7 @@ from oomguard.plan import make as made
 from oomguard.plan.value import Plan, Point, figures
 from oomguard.probe.record import Record
 from oomguard.probe.verdict import Verdict
-from oomguard.search.buckets import Bucketed
+from oomguard.search.buckets import Bucketed, bucket
 from oomguard.search.screen import SETTING, rows_like, screen
 from oomguard.search.shorten import with_steps
 from oomguard.spec import Spec
@@ -203,6 +203,16 @@ def test_the_chosen_candidate_has_one_time_in_the_plan_and_in_its_front(aims: tu
     assert own[0].throughput == pytest.approx(plan.throughput)
 
 
+def test_probes_that_told_no_time_give_none_to_anything() -> None:
+    problem = make_problem(GRU, 420 * MIB, maximize=("throughput", "microbatch"))
+    ran = Machine().run(GRU, make_candidate(GRU, threads=2, engine="native", allocator="steady"), 1)
+    late = {"verdict": Verdict.TIMEOUT, "steps": 0, "seconds_per_step": None, "fastest_pass_seconds": None}
+    plan = make(problem, [msgspec.structs.replace(ran, tokens_per_second=None, **late)])
+    assert plan is not None
+    told = [plan.expected, plan.plain.expected, *(one.expected for one in (*plan.front, *plan.fallbacks))]
+    assert {one.seconds_per_step for one in told} == {None}
+
+
 def test_with_one_aim_there_is_no_front() -> None:
     assert all(searched(name)[2].front == () for name in PROBLEMS)
 
@@ -254,10 +264,8 @@ def test_buckets_have_all_sequences_and_fit_and_pad_less() -> None:
 def test_where_a_bucket_would_need_another_setting_there_are_none(
     wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = made.bucket
-
     def other(*asked: Any) -> list[Bucketed]:
-        first, *rest = real(*asked)
+        first, *rest = bucket(*asked)
         return [replace(first, candidate=msgspec.structs.replace(first.candidate, **wrong)), *rest]
 
     monkeypatch.setattr(made, "bucket", other)
