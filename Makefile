@@ -13,8 +13,10 @@ demo: .venv/demo.stamp
 	@echo 'oomguard $(DEMO)'
 	@$(PY) -m oomguard $(DEMO) || [ $$? -eq 1 ]
 
-# Two processes, each with whole files of tests: fixtures that start a browser or a child are made once.
+# The benchmarks as small as can be, then the tests: in two processes, each with whole files of tests, so that fixtures
+# that start a browser or a child are made once.
 test: lint
+	$(PY) benchmarks/run.py --smoke
 	$(PY) -m pytest --numprocesses 2 --dist loadfile
 
 lint: .venv/dev.stamp
@@ -30,7 +32,7 @@ format: .venv/dev.stamp
 notebooks: .venv/dev.stamp
 	$(PY) notebooks/run.py
 
-# Smaller than the claims are stated, half an hour in all; `benchmarks/run.py --whole` takes hours and keeps its results.
+# Smaller than the claims are stated, half an hour in all; `benchmarks/run.py --whole` takes hours.
 bench: .venv/bench.stamp
 	$(PY) benchmarks/run.py
 

@@ -2,7 +2,7 @@
 
     python benchmarks/plans_do_not_run_out.py [COUNT] [--seed S] [--steps N] [--smoke]
 
-About 25 minutes. Each plan is found in at most 40 s and 6 probes, from nothing. Then it is trained for real: every
+About 25 minutes. Each plan is found in at most 20 s and 4 probes, from nothing. Then it is trained for real: every
 accumulation pass of every step, the uneven last microbatch included, in a new process that is started as the plan says
 (`exports`), and that its parent looks at every 10 ms and kills at the budget. The kernel's own high-water mark at the
 end counts as well. In at least a third of the cases the plain step must not fit (asserted by a probe of each), or they

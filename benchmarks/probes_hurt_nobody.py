@@ -7,14 +7,13 @@ The budget is 640 MiB for the whole child. Asserted: no exception, no process le
 """
 
 import argparse
-import json
 import random
-import sys
 import time
 from collections import Counter
 from typing import Any
 
 import psutil
+from results import publish
 
 from oomguard.candidate import Candidate, make_candidate
 from oomguard.estimate.breakdown import estimate_step
@@ -27,6 +26,7 @@ BUDGET_BYTES = 640 * MIB
 FAR = 3
 """Far over budget: the estimated growth is at least so many times what the budget leaves over the runtime."""
 MOST_GROWTH_BYTES = 20 * MIB
+COUNT = 100
 
 
 def draw(dice: random.Random, *, far: bool) -> tuple[Spec, Candidate]:
@@ -57,7 +57,7 @@ def resident_bytes() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("count", nargs="?", type=int, default=100)
+    parser.add_argument("count", nargs="?", type=int, default=COUNT)
     parser.add_argument("--smoke", action="store_true", help="three probes")
     given = parser.parse_args()
     count = 3 if given.smoke else given.count
@@ -82,10 +82,16 @@ def main() -> None:
         print(f"{kind:<10} {name:<12} {times:>4}")
     for one in wrong:
         print(*one)
-    result = {"claim": "probes_hurt_nobody", "probes": count, "processes_left": len(left)}
-    result |= {"parent_growth_bytes": growth_bytes, "seconds": round(time.monotonic() - began, 1), "wrong": len(wrong)}
-    print(json.dumps(result))
-    sys.exit(bool(left or wrong or growth_bytes > MOST_GROWTH_BYTES))
+    found = {f"{kind}, {name}": times for (kind, name), times in sorted(verdicts.items())}
+    result = {"probes": count, "verdicts": found, "parent_growth_bytes": growth_bytes}
+    claims = {
+        f"a verdict for each, none wrong ({len(wrong)})": not wrong,
+        f"no process is left ({len(left)})": not left,
+        f"the parent grew by at most {MOST_GROWTH_BYTES // MIB} MiB ({growth_bytes / MIB:.1f})": growth_bytes
+        <= MOST_GROWTH_BYTES,
+    }
+    result["seconds"] = round(time.monotonic() - began, 1)
+    publish("probes_hurt_nobody", result, claims, whole=count >= COUNT)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What the benchmarks of searches and plans have in common: a table, PASS or FAIL for every claim, one JSON line.
 
-A whole run appends its line to results/NAME.jsonl; a smaller one (fewer cases than the claim speaks of) only prints it.
+Every run but a smoke run appends its line to results/NAME.jsonl; `whole` says whether it had all cases that the claim
+speaks of, or was a smaller one.
 Importing this turns the cache of calibrations off, here and in child processes: every search starts from nothing.
 """
 
@@ -60,14 +61,14 @@ def print_row(cells: Iterable[object], widths: Iterable[int]) -> None:
 def publish(
     name: str, result: dict[str, Any], claims: dict[str, bool], *, whole: bool, packages: tuple[str, ...] = ()
 ) -> NoReturn:
-    """Print what came of every claim and the JSON line, keep the line of a whole run, and exit with 1 on a FAIL."""
+    """Print what came of every claim and the JSON line, keep the line, and exit with 1 on a FAIL."""
     print()
     for claim, kept in claims.items():
         print(f"{'PASS' if kept else 'FAIL'}  {claim}")
     line = {"claim": name, "date": datetime.now(UTC).isoformat(timespec="seconds"), "whole": whole}
     line |= {"passed": claims, **result, "machine": machine(), "versions": versions(*packages)}
     text = json.dumps(line)
-    if whole:
+    if "--smoke" not in sys.argv:
         RESULTS.mkdir(exist_ok=True)
         with (RESULTS / f"{name}.jsonl").open("a", encoding="utf-8") as file:
             file.write(text + "\n")

@@ -1,5 +1,6 @@
 """The whole tool on one screen: every verb as a function."""
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -57,7 +58,7 @@ def estimate(
     if isinstance(candidate, Candidates):
         return replace(estimate_batch(spec, candidate, place, training=training), budget_bytes=limit_bytes)
     found = estimate_step(spec, candidate, place, training=training)
-    margin = margin_bytes(found.growth_bytes, candidate, place)
+    margin = margin_bytes(spec, found.growth_bytes, candidate, place)
     return replace(found, budget_bytes=limit_bytes, margin_bytes=margin)
 
 
@@ -213,7 +214,7 @@ def guard(plan: "Plan", *, device: str | None = None, events: str | None = None)
 
 
 def train(
-    plan: "Plan | str",
+    plan: "Plan | str | os.PathLike[str]",
     data: Any,
     model: Callable[..., Any] | str | None = None,
     *,
@@ -235,6 +236,7 @@ def train(
     """
     from oomguard.data.options import DataOptions
     from oomguard.plan.store import load_plan
+    from oomguard.plan.value import Plan
     from oomguard.train.options import TrainOptions
     from oomguard.train.start import run_training
 
@@ -242,16 +244,24 @@ def train(
     for name in options:
         _known(name, [field for kind in kinds for field in kind.__struct_fields__])
     asked = [kind(**{k: v for k, v in options.items() if k in kind.__struct_fields__}) for kind in kinds]
-    return run_training(load_plan(plan) if isinstance(plan, str) else plan, data, (asked[0], asked[1]), model, progress)
+    found = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
+    if not isinstance(found, Plan):
+        raise MisuseError(
+            rule="A training executes a plan, or the plan in a file",
+            got=f"got {shown(found)}",
+            advice="Give what find_feasible_config or load_plan returns, or the path of plan.json.",
+        )
+    return run_training(found, data, (asked[0], asked[1]), model, progress)
 
 
 def predict(
-    run: str,
+    run: str | os.PathLike[str],
     data: Any,
     *,
     output: str | None = None,
     probabilities: bool = False,
     device: str | None = None,
+    model: Callable[..., Any] | str | None = None,
     **options: Any,
 ) -> Any:
     """What the model of a run (its best by validation, otherwise its last) says of data, sequence by sequence.
@@ -259,6 +269,7 @@ def predict(
     The data has the form it was trained on, and is read as it was then, unless `options` (fields of `DataOptions`) say
     otherwise. Numbers are in the units of the targets; of classes it is the likeliest, or the `probabilities` of all.
     Into `output` (.npy or .csv) they are streamed; otherwise they come as an array, padded with NaN or -100.
+    A `model` of your own is built by the name of its function, unless that is given again.
 
     >>> import numpy as np, tempfile, warnings
     >>> plan = find_feasible_config(cell="gru", seq=8, features=2, hidden=8, batch=4, threads=1, max_probes=1)
@@ -273,7 +284,8 @@ def predict(
 
     for name in options:
         _known(name, [*DataOptions.__struct_fields__])
-    return run_prediction(run, data, Wanted(output=output, probabilities=probabilities, device=device), options)
+    wanted = Wanted(output=output, probabilities=probabilities, device=device, model=model)
+    return run_prediction(run, data, wanted, options)
 
 
 def _spec_for(spec: Spec | None, data: Any, fields: dict[str, Any]) -> Spec:

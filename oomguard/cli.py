@@ -7,9 +7,11 @@ import io
 import json as json_
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import typer
 
@@ -307,6 +309,12 @@ def main() -> None:
 
 def run(words: list[str]) -> int:
     """Run a command line and return its exit code. Whatever is wrong with it becomes one message on stderr."""
+    with warnings.catch_warnings():
+        warnings.showwarning = _warn
+        return _run(words)
+
+
+def _run(words: list[str]) -> int:
     try:
         found = app(words, prog_name="oomguard", standalone_mode=False)
         answer = found if isinstance(found, Answer) else Answer("", found or FITS)
@@ -332,6 +340,21 @@ def run(words: list[str]) -> int:
 def _refuse(error: MisuseError) -> int:
     _say(str(error))
     return MISUSE
+
+
+def _warn(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """A warning of ours as a message; others as Python shows them, since who is told must know by whom."""
+    if Path(filename).is_relative_to(Path(__file__).parent):
+        _say(str(message))
+    else:
+        (file or sys.stderr).write(warnings.formatwarning(message, category, filename, lineno, line))
 
 
 def _say(text: str) -> None:

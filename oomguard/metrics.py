@@ -7,6 +7,7 @@ and why. Both survive a kill.
 import math
 import os
 import warnings
+from collections import deque
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -185,6 +186,7 @@ class Events:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self._news: deque[Event] = deque(maxlen=100)  # nobody may ask
 
     def append(self, step: int, kind: str, reason: str, **figures: Any) -> Event:
         """Write one event, and return it once it is on the disk."""
@@ -194,7 +196,14 @@ class Events:
             append_line(self.path, msgspec.json.encode(event))
         except OSError as error:
             raise self._misuse(error) from None
+        self._news.append(event)
         return event
+
+    def news(self) -> tuple[Event, ...]:
+        """What was written since this was last asked."""
+        found = tuple(self._news)
+        self._news.clear()
+        return found
 
     def read(self) -> list[Event]:
         """All events, the first first. A line that cannot be read is left out, with a warning that names it."""

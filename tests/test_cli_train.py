@@ -16,11 +16,15 @@ from rich.console import Console
 import oomguard
 from oomguard import cli
 from oomguard import step as step_file
+from oomguard.bptt import backward
 from oomguard.cli import run
+from oomguard.data.open import Missing
 from oomguard.data.options import DataOptions
 from oomguard.flags import DATA, TRAINED
+from oomguard.metrics import Events
+from oomguard.report import train as train_report
 from oomguard.report.train import follow, show_training
-from oomguard.train.job import Result
+from oomguard.train.job import Result, Told
 from oomguard.train.options import Schedule, TrainOptions
 
 
@@ -121,7 +125,7 @@ def test_the_process_starts_again_with_the_plans_environment(here: Path) -> None
         "error",
         "-m",
         "oomguard",
-        *["train", "plan.json", "--data", "data.npy", "--steps", "1"],
+        *["train", "plan.json", "--data", "data.npy", "--steps", "1", "--validation", "0"],
     ]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment, timeout=100)
@@ -140,6 +144,19 @@ def test_it_starts_again_only_if_something_is_missing(monkeypatch: pytest.Monkey
     assert started[0][2]["ONE"] == "2"
 
 
+@pytest.mark.filterwarnings("default")  # not the tests', which make errors of them
+def test_a_damaged_checkpoint_is_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "train plan.json --data data.npy --run r --validation 0 --save-every 1"
+    assert run(f"{words} --steps 3".split()) == 0
+    newest = max((here / "r" / "checkpoints").iterdir())
+    (newest / "facts.json").write_text("{}")
+    capsys.readouterr()
+    assert run(f"{words} --steps 3 --resume --json".split()) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("oomguard: r/checkpoints/")
+    assert line.endswith("facts.json: its checksum does not agree; the checkpoint before it is looked for.")
+
+
 def test_every_option_has_its_flag() -> None:
     names = {one.name.replace("-", "_") for one in (*DATA, *TRAINED)}
     options = {*TrainOptions.__struct_fields__, *DataOptions.__struct_fields__}
@@ -151,15 +168,69 @@ def test_the_schedules_are_those_that_the_help_names() -> None:
 
 
 def test_nothing_is_shown_where_nobody_looks() -> None:
-    with follow() as progress:
+    with follow(quiet=True) as progress:
         assert progress is None
+
+
+def test_without_a_terminal_a_log_has_events_and_validations(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = iter(range(10**9))
+
+    def once(*given: Any) -> Any:
+        if next(calls) == 1:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return backward(*given)
+
+    monkeypatch.setattr(step_file, "backward", once)
+    words = "train plan.json --data data.npy --epochs 2 --validation 0.2"
+    assert run(f"{words} --run r".split()) == 0
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first == "Step 1, oom: DefaultCPUAllocator: can't allocate memory"
+    assert [line.partition(",")[0] for line in rest] == ["Step 4 of 8", "Step 8 of 8"]
+    assert run(f"{words} --run s --json".split()) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_log_has_a_line_a_minute(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([0.0, 59.0, 60.0, 60.0, 61.0])
+    monkeypatch.setattr(train_report, "monotonic", lambda: next(now))
+    with follow() as progress:
+        assert progress is not None
+        for step in range(3):
+            usual: Any = {"validation": None, "tokens_per_second": 1.0, "peak_bytes": 0, "budget_bytes": 1, "rung": 0}
+            progress(Told(step=step, total=9, loss=0.5, **usual))
+    assert capsys.readouterr().err == "Step 1 of 9, loss 0.5, 1.00 tokens/s\n"
+
+
+def test_what_was_cut_and_left_out_is_told(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = numbers(rows=40, steps=8)
+    data[3, 2, 1] = np.nan
+    np.save(here / "data.npy", data)
+    words = "train plan.json --data data.npy --truncate --nan drop"
+    assert run(f"{words} --run r".split()) == 0
+    line = "40 were cut to the length of the spec, 1 was left out for a NaN."
+    told = capsys.readouterr()
+    assert f"Of all sequences, {line}" in " ".join(told.out.split())
+    assert f"Step 0, data: Of all sequences, {line}" in told.err
+    events = Events(here / "r" / "events.jsonl").read()
+    assert [(one.kind, one.figures) for one in events] == [("data", {"truncated": 40, "dropped": 1, "short": 0})]
+    assert run(f"{words} --run s --json".split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["truncated"], found["dropped"], found["short"]) == (40, 1, 0)
+
+
+def test_sequences_that_are_too_long_are_counted_in_all_parts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(here / "data.npy", steps=8)
+    assert run(["train", "plan.json", "--data", "data.npy", "--validation", "0.1"]) == 2
+    assert "(40 are too long)" in capsys.readouterr().err
 
 
 def test_an_interrupted_run_says_how_to_go_on() -> None:
     told: Any = {"steps": 3, "loss": 0.5, "validation_loss": None, "ended": "interrupted", "rung": 2, "peak_bytes": 1}
     console = Console(width=100)
     with console.capture() as captured:
-        show_training(Result(run=Path("r"), model=None, **told), console)  # type: ignore[arg-type]
+        show_training(Result(run=Path("r"), model=None, missing=Missing(), **told), console)  # type: ignore[arg-type]
     assert "Interrupted after 3 steps: loss 0.5." in captured.get()
     assert "fallback 2" in captured.get()
     assert "--resume" in captured.get()

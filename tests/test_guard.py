@@ -368,6 +368,13 @@ def test_more_segments_mean_fewer_sequences_in_a_loop_without_segments(tmp_path:
     assert rows == [[8], [4, 4], [1] * 8]
 
 
+def test_a_batch_may_be_a_dict(tmp_path: Path) -> None:
+    (guard, _), batch = guarding(tmp_path), {"x": torch.arange(9), "y": torch.arange(18).reshape(9, 2)}
+    pieces = [*guard.split(batch)]
+    assert [len(one["x"]) for one in pieces] == [guard.rows, 9 - guard.rows]
+    assert all(torch.equal(torch.cat([one[name] for one in pieces]), batch[name]) for name in batch)
+
+
 def test_a_loop_of_ones_own_gets_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
     inputs, targets = torch.randn(8, 3), torch.randn(8, 1)
     model, loss_of = torch.nn.Linear(3, 1), torch.nn.MSELoss(reduction="sum")

@@ -1,5 +1,6 @@
 """Predictions: the model's own outputs, in the units of the data, in every form."""
 
+import csv
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import oomguard
 from oomguard.bptt import Microbatch, evaluate, outputs
 from oomguard.candidate import Candidate
 from oomguard.errors import MisuseError
-from oomguard.model import build
+from oomguard.model import Recurrent, build
 from oomguard.spec import Spec
 from oomguard.train import predict as predict_file
 
@@ -79,6 +80,27 @@ def test_predictions_in_a_file_are_those_in_memory(tmp_path: Path, output: str) 
         assert np.allclose(lines[:, 2], wanted.ravel())
 
 
+def test_predictions_of_a_table_say_whose_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    rows = [("é" if i % 3 == 0 else '"x, y"', i) for i in range(12)]
+    path.write_text("shop,a,b,y\n" + "".join(f"{shop},{i},{i},{i}\n" for shop, i in rows), encoding="utf-8")
+    trained(tmp_path / "run", str(path), id="shop", stride=6)
+    output = oomguard.predict(str(tmp_path / "run"), str(path), output=str(tmp_path / "new" / "p.csv"))
+    with open(output, newline="", encoding="utf-8") as file:
+        found = [*csv.DictReader(file)]
+    firsts = {(one["sequence"], one["id"], one["first_row"]) for one in found}
+    # rows as an editor shows them, with the header as row 1
+    assert sorted(firsts) == [("0", "é", "2"), ("1", "x, y", "3"), ("2", "x, y", "12")]
+    assert [one["step"] for one in found] == [str(step) for steps in (4, 6, 2) for step in range(steps)]
+
+
+def test_predictions_of_a_long_series_say_where_each_window_begins(tmp_path: Path) -> None:
+    trained(tmp_path / "run", numbers(rows=5).reshape(-1, 3))
+    output = oomguard.predict(str(tmp_path / "run"), numbers(rows=2).reshape(-1, 3), output=str(tmp_path / "p.csv"))
+    with open(output, newline="") as file:
+        assert [one["first_row"] for one in csv.DictReader(file)] == ["0"] * 6 + ["6"] * 6
+
+
 def test_what_comes_after_a_short_sequence_is_empty(tmp_path: Path) -> None:
     pairs = [(one[: 2 + i % 5, :2], one[: 2 + i % 5, 2:]) for i, one in enumerate(numbers())]
     trained(tmp_path, pairs)
@@ -100,6 +122,27 @@ def test_of_text_the_likeliest_token_or_all_probabilities(tmp_path: Path) -> Non
     real = likeliest >= 0
     assert np.allclose(shares[real].sum(-1), 1, atol=1e-5)
     assert np.array_equal(shares[real].argmax(-1), likeliest[real])
+
+
+def test_a_token_of_new_text_means_the_character_that_it_meant_in_training(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.txt", tmp_path / "new.txt"
+    old.write_text("abcd" * 400)
+    new.write_text("bcd" * 40)
+    plan = plan_of(vocab=4, features=None, seq=10)
+    result = trained(tmp_path / "run", str(old), plan=plan, characters=True)
+    tokens = torch.tensor([("abcd".index(one)) for one in "bcd" * 40]).reshape(12, 10)
+    with torch.no_grad():
+        own, _ = result.model(tokens.T, None)
+    assert np.array_equal(oomguard.predict(str(tmp_path / "run"), str(new)), own.argmax(-1).T.numpy())
+
+
+def test_a_character_that_the_model_has_never_seen_is_named(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.txt", tmp_path / "new.txt"
+    old.write_text("abcd" * 40)
+    new.write_text("abxd")
+    trained(tmp_path / "run", str(old), plan=plan_of(vocab=9, features=None), characters=True)
+    with pytest.raises(MisuseError, match=r"new\.txt, character 2 is 'x'.*trained without it"):
+        oomguard.predict(str(tmp_path / "run"), str(new))
 
 
 def test_predictions_are_of_the_best_by_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +201,31 @@ def test_an_evaluation_in_pieces_is_that_of_the_whole(
     assert torch.allclose(found, whole, atol=1e-6)
     total = evaluate(model, batch, Candidate(microbatch=3, segments=segments))
     assert float(total) == pytest.approx(float(squares.sum()), rel=1e-5)
+
+
+class Doubled(Recurrent):
+    """A model of one's own, that is no other in its weights."""
+
+    def forward(self, *given: Any) -> Any:
+        found, state = super().forward(*given)
+        return 2 * found, state
+
+    def advance(self, *given: Any) -> Any:
+        hidden, state = super().advance(*given)
+        return hidden * 0, state
+
+
+def test_a_model_of_ones_own_is_built_again_by_its_name(tmp_path: Path) -> None:
+    trained(tmp_path, model=Doubled)
+    found = oomguard.predict(str(tmp_path), numbers(rows=3))
+    assert np.ptp(found) < 1e-6  # its head sees nothing of the inputs
+
+
+def test_a_model_without_a_name_must_be_given_again(tmp_path: Path) -> None:
+    trained(tmp_path, model=lambda spec: Doubled(spec))
+    with pytest.raises(MisuseError, match=r"<lambda>.*cannot be imported.*as model="):
+        oomguard.predict(str(tmp_path), numbers(rows=3))
+    assert np.ptp(oomguard.predict(str(tmp_path), numbers(rows=3), model=Doubled)) < 1e-6
 
 
 def test_without_a_run_there_is_nothing_to_predict_with(tmp_path: Path) -> None:

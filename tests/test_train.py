@@ -1,8 +1,10 @@
 """The trainer: what it learns, what it writes, and that a shortage of memory changes nothing of it."""
 
 import csv
+import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -22,8 +24,9 @@ from oomguard import step as step_file
 from oomguard.bptt import Microbatch, backward, count_targets, evaluate
 from oomguard.candidate import Candidate
 from oomguard.checkpoint import load
+from oomguard.data import cuts
 from oomguard.device.cpu import Cpu
-from oomguard.errors import GuardError, MisuseError
+from oomguard.errors import GuardError, MisuseError, TornUpdateError
 from oomguard.estimate.breakdown import estimate_step
 from oomguard.estimate.malloc import STEADY_ENVIRONMENT
 from oomguard.estimate.place import CPU
@@ -33,7 +36,7 @@ from oomguard.model import Recurrent, build
 from oomguard.plan.value import Bucket
 from oomguard.spec import Spec
 from oomguard.train import evaluate as evaluate_file
-from oomguard.train import loop
+from oomguard.train import loop, start
 from oomguard.train.evaluate import evaluation_candidate
 from oomguard.train.job import Result
 from oomguard.train.options import TrainOptions, rate_at
@@ -165,6 +168,29 @@ def test_a_torn_update_goes_back_to_the_checkpoint(tmp_path: Path, monkeypatch: 
     assert [int(row["step"]) for row in rows_of(mended.run)] == [*range(1, 11)]
 
 
+def test_a_torn_update_lets_its_weights_go_before_others_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, alive = start._trainer, []
+
+    def counting(*given: Any) -> loop.Trainer:
+        gc.collect()
+        alive.append(sum(one() is not None for one in models))
+        trainer = made(*given)
+        models.append(weakref.ref(trainer.training.model))
+        return trainer
+
+    def torn(_: Any) -> Result:
+        raise TornUpdateError(rule="An update must be whole", got="it was not", advice="Go back.")
+
+    models: list[Any] = []
+    monkeypatch.setattr(start, "_trainer", counting)
+    monkeypatch.setattr(loop.Trainer, "run", torn)
+    with pytest.raises(TornUpdateError):
+        train(tmp_path)
+    assert alive == [0, 0]
+
+
 REAL = """
 import json, resource, sys
 import torch
@@ -201,6 +227,63 @@ def test_a_real_shortage_changes_nothing(tmp_path: Path) -> None:
     assert found["rung"] > 0
     assert found["steps"] == 2
     assert found["difference"] < 1e-6
+
+
+# ---- data that is wrong
+
+
+def tokens(**wrong: int) -> NDArray[np.int64]:
+    """Numbers of which a sequence may have one that is no token."""
+    found = np.arange(40 * 7).reshape(40, 7) % 9
+    for name, token in wrong.items():
+        found[int(name.removeprefix("at_")), 3] = token
+    return found
+
+
+def test_what_is_wrong_with_the_training_part_is_known_before_the_first_step(tmp_path: Path) -> None:
+    plan = plan_of(vocab=9, features=None)
+    with pytest.raises(MisuseError, match="sequence 7, step 3 is 9"):
+        train(tmp_path, tokens(at_7=9), plan=plan)
+    assert load(tmp_path / "run" / "checkpoints") is None
+
+
+def test_what_is_wrong_with_the_validation_part_is_known_before_the_first_step(tmp_path: Path) -> None:
+    data = numbers()
+    data[39:, 5, 1] = np.nan
+    for seed in range(40):  # until that one is kept for validation
+        if 39 in cuts.chosen_share(40, 0.1, seed)[0]:
+            break
+    with pytest.raises(MisuseError, match="sequence 39, step 5, column 1 is nan"):
+        train(tmp_path, data, validation=0.1, seed=seed)
+    assert load(tmp_path / "run" / "checkpoints") is None
+
+
+class Spoiled:
+    """A Dataset that has a NaN from some time on."""
+
+    lengths = (6,) * 40
+
+    def __init__(self, after: int) -> None:
+        self.asked, self.after, self.data = 0, after, numbers()
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        self.asked += 1
+        found = self.data[index] * (np.nan if self.asked > self.after else 1)
+        return found[:, :2], found[:, 2:]
+
+
+def test_an_error_in_the_data_loses_no_step_before_it(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", Spoiled(10**9), epochs=2, normalise="none")
+    with pytest.raises(MisuseError, match="is nan"):
+        train(tmp_path, Spoiled(3 * 8 + 5), epochs=2, normalise="none")
+    last = load(tmp_path / "run" / "checkpoints")
+    assert last is not None
+    assert last.step == 3
+    mended = train(tmp_path, Spoiled(10**9), epochs=2, normalise="none", resume=True)
+    assert torch.equal(weights(whole.model), weights(mended.model))
 
 
 # ---- what it learns
@@ -298,6 +381,21 @@ def test_it_stops_after_validations_without_a_new_best(tmp_path: Path, monkeypat
     assert (result.ended, result.steps, result.validation_loss) == ("patience", 8, 2.0)
 
 
+def test_a_validation_without_a_number_is_no_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = iter([float("nan"), 2.0, float("nan"), float("inf")])
+    monkeypatch.setattr(loop, "validate", lambda *_: next(losses))
+    result = train(tmp_path, validation=0.2, epochs=4)
+    best = load(result.run / "best")
+    assert best is not None
+    assert (result.validation_loss, best.step) == (2.0, 8)
+
+
+@pytest.mark.parametrize("asked", [{"patience": 1}, {"validate_every": 3}])
+def test_what_needs_validation_is_refused_without(tmp_path: Path, asked: dict[str, int]) -> None:
+    with pytest.raises(MisuseError, match=r"needs data that is kept for validation, but got --validation 0\."):
+        train(tmp_path, **asked)
+
+
 def test_the_validation_loss_is_the_mean_over_all_targets(tmp_path: Path) -> None:
     result = train(tmp_path, validation=0.2, lr=1e-12)
     source = oomguard_validation(result)
@@ -358,6 +456,16 @@ def test_validation_takes_more_sequences_at_once_and_no_more_memory(cell: str) -
 def test_wrong_options_are_misuse(tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(MisuseError):
         train(tmp_path, **wrong)
+
+
+def test_a_plan_may_be_the_path_of_one(tmp_path: Path) -> None:
+    oomguard.save_plan(plan_of(), tmp_path / "plan.json")
+    assert train(tmp_path, plan=tmp_path / "plan.json", steps=1).steps == 1
+
+
+def test_what_is_no_plan_is_misuse(tmp_path: Path) -> None:
+    with pytest.raises(MisuseError, match=r"executes a plan.*but got 3"):
+        train(tmp_path, plan=3)
 
 
 def test_an_unknown_option_is_misuse_and_the_likeliest_is_named(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from oomguard.checkpoint import load
 from oomguard.errors import MisuseError
 from oomguard.guard.ladder import Standing
 from oomguard.metrics import Events
+from oomguard.model import build
 from oomguard.train import loop
 from oomguard.train.job import Result
 
@@ -150,6 +151,58 @@ def test_a_run_does_not_go_on_with_other_data(tmp_path: Path) -> None:
     other = np.concatenate([numbers(), numbers(rows=3)])
     with pytest.raises(MisuseError, match="the data that it began with"):
         oomguard.train(plan_of(dropout=0.3, layers=2), other, run=str(tmp_path), resume=True)
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"seed": 1}, "--seed was 0 and is 1"),
+        ({"validation": 0.2}, "--validation was 0.1 and is 0.2"),
+        ({"columns": ("1", "0"), "target": ("2",)}, "--columns was None and is"),
+        ({"target": ("2",)}, "--target was None and is"),
+    ],
+)
+def test_a_run_does_not_go_on_with_data_that_is_read_otherwise(
+    tmp_path: Path, other: dict[str, Any], told: str
+) -> None:
+    train(tmp_path, steps=1)
+    with pytest.raises(MisuseError, match=told):
+        train(tmp_path, steps=2, resume=True, **other)
+
+
+def test_a_run_does_not_go_on_with_another_model(tmp_path: Path) -> None:
+    train(tmp_path, steps=1, model=build)
+    with pytest.raises(MisuseError, match=r"that was oomguard\.model:build and is the one of the spec"):
+        train(tmp_path, steps=2, resume=True)
+    assert train(tmp_path, steps=2, resume=True, model="oomguard.model:build").steps == 2
+
+
+def test_how_fast_data_is_read_may_change(tmp_path: Path) -> None:
+    train(tmp_path, steps=1)
+    assert train(tmp_path, steps=2, resume=True, workers=1, nan="zero").steps == 2
+
+
+@pytest.mark.parametrize("where", [0, -1])
+def test_a_run_does_not_go_on_with_other_numbers_of_the_same_shape(tmp_path: Path, where: int) -> None:
+    train(tmp_path, steps=1)
+    other = numbers()
+    other[where, where, 0] += 1
+    with pytest.raises(MisuseError, match="its content was"):
+        oomguard.train(plan_of(dropout=0.3, layers=2), other, run=str(tmp_path), resume=True)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.txt"])
+def test_a_run_does_not_go_on_with_another_file_of_the_same_size(tmp_path: Path, name: str) -> None:
+    one, other = tmp_path / name, tmp_path / "elsewhere" / name
+    other.parent.mkdir()
+    one.write_text("1,2,3\n4,5,6\n" * 40)
+    other.write_text("1,2,3\n4,5,6\n" * 39 + "1,2,3\n4,5,7\n")
+    plan = plan_of(vocab=256, features=None) if name == "a.txt" else plan_of()
+    oomguard.train(plan, str(one), run=str(tmp_path / "run"), steps=1)
+    with pytest.raises(MisuseError, match="its content was"):
+        oomguard.train(plan, str(other), run=str(tmp_path / "run"), steps=2, resume=True)
+    other.write_text(one.read_text())
+    assert oomguard.train(plan, str(other), run=str(tmp_path / "run"), steps=2, resume=True).steps == 2
 
 
 def test_only_the_last_checkpoints_are_kept(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from oomguard.calibrate import memory, speed
 from oomguard.calibrate.fit import Data, Fit, Prior, fit_robustly
 from oomguard.estimate import terms
 from oomguard.estimate.breakdown import Estimate, estimate_step
-from oomguard.estimate.margin import MARGIN_PERCENT
+from oomguard.estimate.margin import MARGIN_PERCENT, SCATTERED_PERCENT, scattered
 from oomguard.estimate.place import Place
 from oomguard.probe.record import Record
 from oomguard.probe.verdict import Verdict
@@ -89,7 +89,12 @@ def _usual_allocator(cuda: bool) -> str:
 
 def bare_deviation(setting: str) -> float:
     """The standard deviation of an estimate that no record calibrates."""
-    return float(np.log1p(MARGIN_PERCENT[setting] / 100) / memory.SIGMAS)
+    return _deviation(MARGIN_PERCENT[setting])
+
+
+def _deviation(percent: float) -> float:
+    """The standard deviation of which that is the margin."""
+    return float(np.log1p(percent / 100) / memory.SIGMAS)
 
 
 def _setting(kind: Kind, place: Place) -> str:
@@ -151,12 +156,15 @@ class Calibration:
         peak, margin = np.zeros_like(rest), np.zeros_like(rest)
         columns = memory.features(estimate.candidate, rest)
         groups = np.broadcast_to(memory.shapes(self.spec, estimate.candidate), len(rest))
+        apart = np.broadcast_to(scattered(self.spec, estimate.candidate), len(rest)) & (not self.place.cuda)
         for kind, rows in _kinds(estimate, self.place):
             fit, setting = self._memory_fit(kind), _setting(kind, self.place)
             ratio, spread = fit.at(columns[rows], groups[rows])
             expected = rest[rows] * np.exp(ratio)
             # whatever is far from all records is still an estimate, and errs no more than those do
-            deviation = np.minimum(np.hypot(spread, _noise(kind, setting)), bare_deviation(setting))
+            most = np.maximum(bare_deviation(setting), apart[rows] * _deviation(SCATTERED_PERCENT))
+            noise = np.hypot(_noise(kind, setting), apart[rows] * memory.SCATTERED)
+            deviation = np.minimum(np.hypot(spread, noise), most)
             peak[rows] = known[rows] + expected + self._runtime_bytes(kind, estimate)
             margin[rows] = expected * np.expm1(memory.SIGMAS * deviation) + memory.FLOOR_BYTES[self.where]
         return _as(np.ceil(peak).astype(np.int64), estimate), _as(np.ceil(margin).astype(np.int64), estimate)

@@ -24,6 +24,8 @@ REPEAT = {"steady": 0.012, "plain": 0.2, "cuda": 0.01}
 creep by 1 % over 20 steps; without fixed thresholds of the C heap, they vary from run to run.)"""
 NOISE = {"steady": 0.008, "native": 0.011, "plain": 0.08, "cuda": 0.015}
 """Standard deviation of a measured rest around what the effects explain (`native`: PyTorch's own kernels, steady)."""
+SCATTERED = 0.07
+"""Standard deviation on top of that, where the heap falls to pieces (estimate/margin.py)."""
 OTHER_MODEL = 0.05
 """Standard deviation on top of that, if the record is of another model with the same cell and engine."""
 ONE_PASS = 0.04

@@ -2,13 +2,14 @@
 
 import math
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from oomguard.data.columns import Columns, choose_columns, choose_inputs
 from oomguard.data.options import DataOptions
 from oomguard.data.rows import Store
-from oomguard.data.source import Array, Mapped, nothing_in, unreadable
+from oomguard.data.source import Array, Mapped, fingerprint, nothing_in, unreadable
 from oomguard.data.values import target_width
 from oomguard.errors import MisuseError
 from oomguard.spec import Spec
@@ -18,6 +19,7 @@ def open_array(data: str | Path | Array, spec: Spec, options: DataOptions) -> St
     """An array as a store; of a file only the header is read."""
     inputs = map_array(data)
     path = inputs.path
+    own = data if isinstance(data, np.ndarray) else Path(data)
     about = {"kind": "npy", "path": path, "shape": list(inputs.shape), "bytes": _bytes(inputs)}
     inputs, long = _series(inputs, spec)
     if 0 in inputs.shape:
@@ -35,7 +37,7 @@ def open_array(data: str | Path | Array, spec: Spec, options: DataOptions) -> St
             input_columns=columns,
             ahead=options.ahead or 0,
             per_series=per_series,
-            about=about | {"targets": options.targets},
+            about=about | {"targets": options.targets, "content": fingerprint(own, Path(options.targets))},
         )
     chosen = _columns(inputs, spec, options)
     return Store(
@@ -46,7 +48,7 @@ def open_array(data: str | Path | Array, spec: Spec, options: DataOptions) -> St
         input_columns=chosen.inputs or None,
         target_columns=chosen.targets or None,
         ahead=chosen.ahead,
-        about=about,
+        about=about | {"content": fingerprint(own)},
     )
 
 
@@ -57,11 +59,13 @@ def map_array(data: str | Path | Array) -> Mapped:
     else:
         try:
             with open(data, "rb") as file:
-                version = np.lib.format.read_magic(file)
+                version = _version(file, data)
                 read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
                 shape, fortran, dtype = read(file)
                 mapped = Mapped(str(data), dtype, shape, file.tell(), "F" if fortran else "C")
                 needed = file.tell() + dtype.itemsize * math.prod(shape)
+        except MisuseError:
+            raise
         except (OSError, ValueError) as error:
             raise unreadable(data, error) from None
         size_bytes = Path(data).stat().st_size
@@ -74,6 +78,21 @@ def map_array(data: str | Path | Array) -> Mapped:
             advice="Save it as float32, or int64 for tokens.",
         )
     return mapped
+
+
+def _version(file: BinaryIO, path: str | Path) -> tuple[int, int]:
+    """Of the format, by which such a file begins."""
+    if not Path(path).stat().st_size:
+        raise nothing_in(path)
+    try:
+        version: tuple[int, int] = np.lib.format.read_magic(file)
+    except ValueError:
+        raise MisuseError(
+            rule="A .npy file is one that np.save has written",
+            got=f"{path} does not begin as these do",
+            advice="Save it with np.save, or say as --format what it is.",
+        ) from None
+    return version
 
 
 def _bytes(mapped: Mapped) -> int:

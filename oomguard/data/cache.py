@@ -17,7 +17,7 @@ from oomguard.data.source import Array, Mapped
 from oomguard.errors import MisuseError
 
 ABOUT = "about.json"
-VERSION = 1
+VERSION = 2
 """Of the layout of the arrays: another one is converted anew."""
 
 Make = Callable[[Path], dict[str, Any]]

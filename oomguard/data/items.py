@@ -14,7 +14,7 @@ from oomguard.data import values
 from oomguard.data.cache import Appended, remove_with, spool_directory
 from oomguard.data.options import DataOptions
 from oomguard.data.rows import Store
-from oomguard.data.source import Array, Ints, Mapped, Pair, nothing_in
+from oomguard.data.source import Array, Ints, Mapped, Pair, fingerprint, nothing_in
 from oomguard.errors import MisuseError
 from oomguard.spec import Spec
 
@@ -32,6 +32,8 @@ class Items:
     """Steps of each, once cut."""
     cut: NDArray[np.bool_]
     """Which were longer."""
+    left_out: int = 0
+    """Items of the whole Dataset that are no sequences: they hold a NaN, or nothing."""
 
     @property
     def truncated(self) -> int:
@@ -57,7 +59,8 @@ class Items:
     def describe(self) -> dict[str, Any]:
         """Plain values for a checkpoint."""
         found = {"kind": "Dataset", "path": type(self.dataset).__name__, "items": len(self.dataset)}
-        return {**found, "sequences": len(self), "steps": int(self.lengths.sum()), "truncated": self.truncated}
+        found |= {"sequences": len(self), "steps": int(self.lengths.sum()), "truncated": self.truncated}
+        return {**found, "dropped" if self.options.nan == "drop" else "short": self.left_out}
 
 
 def open_items(dataset: Any, spec: Spec, options: DataOptions) -> Items:
@@ -70,7 +73,7 @@ def open_items(dataset: Any, spec: Spec, options: DataOptions) -> Items:
         lengths = np.empty(count, dtype=np.int64)
         for number in range(count):
             inputs, targets = checked_pair(spec, dataset[number], options, f"item {number:,}")
-            fine = options.nan != "drop" or (np.isfinite(inputs).all() and np.isfinite(targets).all())
+            fine = options.nan != "drop" or (_finished(inputs) and _finished(targets))
             lengths[number] = len(inputs) if fine else 0
     else:
         lengths = np.asarray(known, dtype=np.int64)
@@ -93,6 +96,7 @@ def open_items(dataset: Any, spec: Spec, options: DataOptions) -> Items:
         chosen=chosen,
         lengths=np.minimum(lengths, spec.steps),
         cut=long,
+        left_out=count - len(chosen),
     )
 
 
@@ -104,7 +108,7 @@ def checked_pair(spec: Spec, item: Any, options: DataOptions, name: str) -> Pair
             got=f"{name} is {type(item).__name__}",
             advice="Give a pair of arrays or tensors.",
         )
-    inputs, targets = (np.asarray(part) for part in item)
+    inputs, targets = (as_array(part) for part in item)
     steps = len(inputs) if inputs.ndim else 0
     wanted = (steps,) if spec.vocab is not None else (steps, spec.inputs)
     _check_shape(inputs, wanted, f"The inputs of {name}", "--features and --vocab")
@@ -120,6 +124,15 @@ def checked_pair(spec: Spec, item: Any, options: DataOptions, name: str) -> Pair
     return values.as_inputs(
         spec, inputs, options.nan, lambda row, column: f"{name}, step {row:,}, column {column}"
     ), found if lead else found[0]
+
+
+def as_array(part: Any) -> Array:
+    """An array, also of a tensor that is on a card or has a gradient to come."""
+    return np.asarray(part.detach().cpu() if hasattr(part, "detach") else part)
+
+
+def _finished(block: Array) -> bool:
+    return bool((np.isfinite(block) & (block != values.MISSING)).all())
 
 
 def _check_shape(array: Array, wanted: tuple[int, ...], what: str, options: str) -> None:
@@ -143,13 +156,15 @@ def spool(pairs: Iterable[Any], spec: Spec, options: DataOptions) -> Store:
         raise
     remove_with(inputs, home)
     lengths = np.fromfile(home / "steps", dtype=np.int64)
+    size_bytes, content = (home / "inputs").stat().st_size, fingerprint(home / "inputs", home / "targets")
     return Store(
         inputs=inputs,
         targets=targets,
         borders=np.concatenate([[0], np.cumsum(lengths)]),
         long=False,
         per_series=spec.head == "last-step",
-        about={"kind": "pairs", "path": type(pairs).__name__, "bytes": (home / "inputs").stat().st_size},
+        checked=True,
+        about={"kind": "pairs", "path": type(pairs).__name__, "bytes": size_bytes, "content": content},
     )
 
 

@@ -1,10 +1,10 @@
 """From what the user names (a path, an array, a Dataset, pairs) to sources: split, and normalised."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
@@ -12,10 +12,10 @@ from oomguard.checks import shown
 from oomguard.children import run_elsewhere
 from oomguard.data import cuts
 from oomguard.data.arrays import open_array
-from oomguard.data.items import Items, open_items, spool
+from oomguard.data.items import Items, as_array, open_items, spool
 from oomguard.data.normalise import Normalised, Normaliser, fit_normaliser
 from oomguard.data.options import DataOptions, Format, check_used
-from oomguard.data.rows import Store, cut_rows, unfinished_rows
+from oomguard.data.rows import Rows, Store, check_lengths, cut_rows, unfinished_rows
 from oomguard.data.source import Source, nothing_in, unreadable
 from oomguard.data.text import open_text
 from oomguard.errors import MisuseError
@@ -33,6 +33,27 @@ _SUFFIXES = {
 }
 
 
+class Missing(NamedTuple):
+    """What of the data is not there for training and validation.
+
+    >>> Missing(truncated=1200, dropped=1).words()
+    '1,200 were cut to the length of the spec, 1 was left out for a NaN'
+    """
+
+    truncated: int = 0
+    """Sequences that were cut."""
+    dropped: int = 0
+    """Sequences that were left out, for a NaN."""
+    short: int = 0
+    """Series, or what the split leaves of one, that were left out, without a target."""
+
+    def words(self) -> str:
+        """What there is to tell, if there is."""
+        told = ("cut to the length of the spec", "left out for a NaN", "too short to have a target")
+        counted = [(count, f"{count:,} {'was' if count == 1 else 'were'}") for count in self]
+        return ", ".join(f"{words} {what}" for (count, words), what in zip(counted, told, strict=True) if count)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
     """What is trained on, and what is kept to see how well. No step of one is in the other."""
@@ -41,6 +62,8 @@ class Data:
     validation: Source | None
     normaliser: Normaliser | None
     """Fitted on the training part, or as it was given."""
+    missing: Missing
+    """Of both."""
 
 
 def open_source(data: Any, spec: Spec, options: DataOptions | None = None) -> Source:
@@ -63,12 +86,31 @@ def open_data(data: Any, spec: Spec, options: DataOptions | None = None, normali
         )
     opened = _ready(data, spec, options)
     train, validation = _split_items(opened) if isinstance(opened, Items) else _split_rows(opened, spec, options)
+    missing = _missing([opened] if isinstance(opened, Items) else [train, validation])
     if spec.vocab is not None or options.normalise == "none":
-        return Data(train=train, validation=validation, normaliser=None)
+        return Data(train=train, validation=validation, normaliser=None, missing=missing)
     if normaliser is None:
         normaliser = fit_normaliser(train, targets=options.normalise == "both" and spec.loss == "mse")
     checked = None if validation is None else Normalised(validation, normaliser)
-    return Data(train=Normalised(train, normaliser), validation=checked, normaliser=normaliser)
+    return Data(train=Normalised(train, normaliser), validation=checked, normaliser=normaliser, missing=missing)
+
+
+def _missing(parts: list[Any]) -> Missing:
+    described = [part.describe() for part in parts if part is not None]
+    return Missing(*(sum(one.get(name, 0) for one in described) for name in Missing._fields))
+
+
+def check_data(data: Data) -> None:
+    """Read what nobody has read yet, so that what is wrong with it is known now, and not after hours.
+
+    Who fitted a normaliser has read the training part. A Dataset is left alone: it may be slow, and has said its
+    lengths or was looked at.
+    """
+    parts = [data.validation] if data.normaliser is not None else [data.train, data.validation]
+    for part in parts:
+        source = part.source if isinstance(part, Normalised) else part
+        if isinstance(source, Rows) and not source.store.checked:
+            check_source(source)
 
 
 def check_source(source: Source) -> int:
@@ -81,7 +123,7 @@ def _ready(data: Any, spec: Spec, options: DataOptions) -> Store | Items:
     opened = _opened(data, spec, options)
     if isinstance(opened, Items) or options.nan != "drop":
         return opened
-    return replace(opened, unfinished=unfinished_rows(opened, spec))
+    return replace(opened, unfinished=unfinished_rows(opened))
 
 
 def _opened(data: Any, spec: Spec, options: DataOptions) -> Store | Items:
@@ -95,7 +137,13 @@ def _opened(data: Any, spec: Spec, options: DataOptions) -> Store | Items:
     from torch.utils.data import IterableDataset
 
     if isinstance(data, Tensor):
-        return _opened(data.numpy(), spec, options)
+        return _opened(as_array(data), spec, options)
+    if isinstance(data, Mapping) or (hasattr(data, "columns") and hasattr(data, "dtypes")):  # without items 0, 1, ...
+        raise MisuseError(
+            rule="A table is read from a file, so that it need not be in memory",
+            got=f"got a {type(data).__name__}",
+            advice='Write it to a file, such as frame.to_parquet("data.parquet"), and give its path.',
+        )
     once = isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
     if not once:
         check_used("Dataset", options)
@@ -160,6 +208,7 @@ def _split_rows(store: Store, spec: Spec, options: DataOptions) -> tuple[Source,
         sides = cuts.split_in_blocks(pieces, share, options.seed, least=spec.steps + store.ahead)
     else:
         sides = cuts.split_by_series(pieces, share, options.seed)
+    check_lengths(store, cuts.Pieces(*map(np.concatenate, zip(*sides, strict=True))), spec, options)
     for name, side in zip(("training", "validation"), sides, strict=True):
         if not (side.stops - side.starts > store.ahead).any():
             raise nothing_in(f"the part of {store.about['path']} for {name}")

@@ -38,7 +38,8 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Steps from the start of one window to that of the next; None: one long series is cut into windows that do not
     overlap, and many series are sequences as they are."""
     nan: Nan = "error"
-    """What happens to a NaN or an infinite number: an error, the sequence that holds it is left out, or 0 instead."""
+    """What happens to a NaN or an infinite number: an error, the sequence that holds it is left out, or 0 instead
+    (not of a token or a class: 0 is one)."""
     characters: bool = False
     """Text: tokens are characters (of UTF-8), not bytes."""
     vocabulary: str | None = None

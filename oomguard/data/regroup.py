@@ -13,26 +13,27 @@ CHUNK_ROWS = 1 << 16
 
 
 class Regrouped:
-    """The series of every row, on the disk, as numbers in the order in which series come up.
+    """The series and the place of every row, on the disk: series as numbers in the order in which they come up.
 
     Only the ids themselves, each once, are in memory.
     """
 
-    def __init__(self, codes: Appended) -> None:
+    def __init__(self, codes: Appended, places: Appended) -> None:
         self.numbers: dict[Any, int] = {}
-        self.codes = codes
+        self.codes, self.places = codes, places
 
-    def append(self, coded: tuple[Array, list[Any]]) -> None:
-        """Rows more: for each the place of its id in a list."""
-        places, ids = coded
+    def append(self, coded: tuple[Array, list[Any]], first: int) -> None:
+        """Rows more: for each the number of its id in a list; and the number of the first of them in the file."""
+        listed, ids = coded
         numbers = [self.numbers.setdefault(one, len(self.numbers)) for one in ids]
-        self.codes.append(np.array(numbers, dtype=np.int64)[places])
+        self.codes.append(np.array(numbers, dtype=np.int64)[listed])
+        self.places.append(np.arange(first, first + len(listed)))
 
 
 def regroup(groups: Regrouped, arrays: list[Mapped]) -> Ints:
-    """Order the rows of the arrays, in their files, by series; within one they stay in order. Returns the borders.
+    """Order the rows of the arrays and their places, in their files, by series; within one they stay in order.
 
-    All of them must have been written and closed.
+    All of them must have been written and closed. Returns the borders.
     """
     codes, total = groups.codes.mapped(), len(groups.numbers)
     counts, last, in_order = np.zeros(total, dtype=np.int64), 0, True
@@ -42,7 +43,7 @@ def regroup(groups: Regrouped, arrays: list[Mapped]) -> Ints:
         last = int(block[-1])
     borders = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     if not in_order:
-        for array in arrays:
+        for array in (*arrays, groups.places.mapped()):
             _scatter(array, codes, borders[:-1].copy())
     os.unlink(codes.path)
     return borders

@@ -1,6 +1,9 @@
 """Rows: the source behind every file. Arrays of all steps of all series, mapped, and sequences cut from them."""
 
+import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +37,14 @@ class Store:
     """A row of the targets is for a whole series."""
     unfinished: Ints | None = None
     """Rows, in order, that hold a NaN; None: nobody has looked."""
+    checked: bool = False
+    """Whether every number was looked at when it was opened."""
+    first_row: int = 0
+    """The number of the first row, as messages count them."""
+    ids: Path | None = None
+    """The file with the id of each series; None: they have none."""
+    places: Mapped | None = None
+    """The number of each row in the file that the user knows; None: they lie as there."""
     about: dict[str, Any]
     """For `Source.describe`."""
 
@@ -89,17 +100,31 @@ class Rows:
         return {**self.store.about, **found, "dropped": self.dropped, "short": self.short}
 
 
+def origins(rows: Rows) -> tuple[list[str], Callable[[int], list[Any]]]:
+    """Whose each sequence is: names of columns, and what they hold for a sequence. Series of an array have numbers."""
+    store, unit = rows.store, f"first_{rows.store.inputs.unit}"
+    if store.ids is None:
+        return ([unit], lambda index: [store.first_row + rows.cuts[index][0]]) if store.long else ([], lambda _: [])
+    ids, places = json.loads(store.ids.read_bytes()), store.places
+    assert places is not None  # they were written together
+
+    def found(index: int) -> list[Any]:
+        start, _, series = rows.cuts[index]
+        return [ids[series], int(places.rows(start, 1)[0])]
+
+    return ["id", unit], found
+
+
 def cut_rows(store: Store, spec: Spec, options: DataOptions, pieces: Pieces | None = None) -> Rows:
     """The sequences of some pieces of a file (None: of all its series)."""
     pieces = cuts.whole(store.borders) if pieces is None else pieces
+    check_lengths(store, pieces, spec, options)
     truncated = 0
     if store.long or options.stride is not None:
         _check_windows(store)
         made = Cuts(pieces=pieces, ahead=store.ahead, seq=spec.steps, stride=options.stride or spec.steps)
     else:
         shorter, truncated = cuts.shorten(pieces, spec.steps, store.ahead, keep_end=spec.head == "last-step")
-        if truncated and not options.truncate:
-            raise _too_long(store, pieces, spec)
         made = Cuts(pieces=shorter, ahead=store.ahead)
     if store.unfinished is not None:
         made = made.without(store.unfinished)
@@ -112,7 +137,7 @@ def cut_rows(store: Store, spec: Spec, options: DataOptions, pieces: Pieces | No
         nan=options.nan,
         truncated=truncated,
         dropped=made.total - len(made),
-        short=len(pieces.starts) - len(made.pieces.starts),
+        short=int(np.count_nonzero((pieces.stops > pieces.starts) & (pieces.stops - pieces.starts <= store.ahead))),
     )
 
 
@@ -138,11 +163,14 @@ def _check_windows(store: Store) -> None:
         )
 
 
-def _too_long(store: Store, pieces: Pieces, spec: Spec) -> MisuseError:
+def check_lengths(store: Store, pieces: Pieces, spec: Spec, options: DataOptions) -> None:
+    """Raise if a sequence would be too long, and none may be cut."""
     steps = pieces.stops - pieces.starts - store.ahead
-    worst = int(steps.argmax())
     over = int(np.count_nonzero(steps > spec.steps))
-    return MisuseError(
+    if not over or options.truncate or store.long or options.stride is not None:
+        return
+    worst = int(steps.argmax())
+    raise MisuseError(
         rule=f"A sequence must not be longer than the spec says ({spec.steps:,} steps)",
         got=f"series {int(pieces.series[worst]):,} of {store.about['path']} has {int(steps[worst]):,} steps "
         f"({over:,} are too long)",
@@ -150,14 +178,11 @@ def _too_long(store: Store, pieces: Pieces, spec: Spec) -> MisuseError:
     )
 
 
-def unfinished_rows(store: Store, spec: Spec) -> Ints:
+def unfinished_rows(store: Store) -> Ints:
     """The rows, in order, that hold a NaN as input or as target. All of the file is gone through once."""
-    found = [np.empty(0, dtype=np.int64)]
-    if spec.vocab is None:
-        found += _bad_rows(store.inputs, store.input_columns)
+    found = [np.empty(0, dtype=np.int64), *_bad_rows(store.inputs, store.input_columns)]
     own = set(store.target_columns or ()) - set(store.input_columns or store.target_columns or ())
-    seen = spec.vocab is None and store.targets is store.inputs and not own
-    if spec.loss == "mse" and not seen:
+    if store.targets is not store.inputs or own:
         bad = _bad_rows(store.targets, store.target_columns)
         if store.per_series:  # one row that every sequence of the series has
             bad = [store.borders[1:][series] - 1 for series in bad]
@@ -166,11 +191,12 @@ def unfinished_rows(store: Store, spec: Spec) -> Ints:
 
 
 def _bad_rows(mapped: Mapped, columns: tuple[int, ...] | None) -> list[Ints]:
-    if mapped.dtype.kind != "f":
+    if mapped.dtype.kind != "f" and mapped.dtype != np.int64:
         return []
     found = []
     for start, block in mapped.blocks():
-        fine = np.isfinite(_picked(block, columns).reshape(len(block), -1)).all(axis=1)
+        rows = _picked(block, columns).reshape(len(block), -1)
+        fine = (np.isfinite(rows) if mapped.dtype.kind == "f" else rows != values.MISSING).all(axis=1)
         if not fine.all():
             found.append(np.flatnonzero(~fine) + start)
     return found

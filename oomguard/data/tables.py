@@ -4,6 +4,7 @@ Sequences are asked for in random order. A row group of a Parquet file would be 
 parsed, so both are converted; rows of one series, wherever they stand in the file, come to lie together.
 """
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from oomguard.data.columns import Columns, choose_columns, missing_column
 from oomguard.data.options import DataOptions
 from oomguard.data.regroup import Regrouped, regroup
 from oomguard.data.rows import Store
-from oomguard.data.source import Array, Mapped, nothing_in, unreadable
+from oomguard.data.source import Array, Mapped, fingerprint, nothing_in, unreadable
 from oomguard.errors import MisuseError
 from oomguard.spec import Spec
 
@@ -64,19 +65,26 @@ def open_table(path: Path, kind: str, spec: Spec, options: DataOptions) -> Store
     home, about = cached(path, options.cache, asked, lambda to: _convert(table, wanted, spec, options.id, to))
     if about["unfinished"] is not None and options.nan == "error":
         raise values.not_finite(*about["unfinished"])
+    if about["missing"] is not None and options.nan != "drop":
+        raise values.no_index(*about["missing"])
     read = Mapped(str(home / "inputs"), *_form(spec.vocab is not None, len(wanted.inputs), about["rows"]))
     shared, aimed = _shared(wanted, spec), read
     if shared is None:
         width = len(wanted.targets)
         aimed = Mapped(str(home / "targets"), *_form(spec.loss == "cross-entropy", width, about["rows"]))
+    size_bytes, content = path.stat().st_size, fingerprint(path)
     return Store(
         inputs=read,
         targets=aimed,
         borders=np.fromfile(home / "borders", dtype=np.int64),
         long=options.id is None,
+        first_row=table.first_row,
+        ids=None if options.id is None else home / "ids",
+        places=None if options.id is None else Mapped(str(home / "places"), np.int64, (about["rows"],)),
         target_columns=shared or None,
         ahead=wanted.ahead,
-        about={"kind": kind, "path": str(path), "bytes": path.stat().st_size, "rows": about["rows"]},
+        checked=True,
+        about={"kind": kind, "path": str(path), "bytes": size_bytes, "rows": about["rows"], "content": content},
     )
 
 
@@ -119,6 +127,10 @@ def _header(path: Path) -> Table:
         raise nothing_in(path)
     with path.open("rb") as file:
         first = file.readline(HEADER_BYTES)
+    try:
+        first.decode()
+    except UnicodeDecodeError:
+        raise _no_utf8(path) from None
     options = csv.ReadOptions(autogenerate_column_names=True)
     delimiter = _delimiter(first)
     parsed = csv.read_csv(pa.BufferReader(first), options, csv.ParseOptions(delimiter=delimiter))
@@ -165,16 +177,16 @@ def _batches(table: Table, wanted: list[str], id_column: str | None) -> Iterator
 
 
 def _convert(table: Table, columns: Columns, spec: Spec, id_column: str | None, home: Path) -> dict[str, Any]:
-    """Write the arrays, and say how many rows there are and where the first NaN is."""
+    """Write the arrays, and say how many rows there are and where the first NaN is, of numbers and of indices."""
     wanted = list(dict.fromkeys(table.names[i] for i in (*columns.inputs, *columns.targets)))
     wanted += [] if id_column is None else [id_column]
     with ExitStack() as stack:
         writer = _Writer(table, columns, spec, home, stack)
-        groups = None if id_column is None else Regrouped(stack.enter_context(Appended(home / "codes", np.int64, None)))
+        groups = None if id_column is None else _groups(home, stack)
         try:
             for batch in _batches(table, wanted, id_column):
                 if groups is not None and id_column is not None:
-                    groups.append(_ids(batch, id_column, table, writer.rows))
+                    groups.append(_ids(batch, id_column, table, writer.rows), writer.rows + table.first_row)
                 writer.append(batch)
         except pa.ArrowException as error:
             raise _parse_error(table, wanted, str(error)) from None
@@ -184,8 +196,13 @@ def _convert(table: Table, columns: Columns, spec: Spec, id_column: str | None, 
     borders = np.array([0, rows], dtype=np.int64)
     if groups is not None:
         borders = regroup(groups, [one.mapped() for one in writer.arrays])
+        (home / "ids").write_text(json.dumps([*groups.numbers], default=str))
     borders.tofile(home / "borders")
-    return {"rows": rows, "unfinished": writer.unfinished}
+    return {"rows": rows, "unfinished": writer.unfinished, "missing": writer.missing}
+
+
+def _groups(home: Path, stack: ExitStack) -> Regrouped:
+    return Regrouped(*(stack.enter_context(Appended(home / name, np.int64, None)) for name in ("codes", "places")))
 
 
 class _Writer:
@@ -194,6 +211,7 @@ class _Writer:
     def __init__(self, table: Table, columns: Columns, spec: Spec, home: Path, stack: ExitStack) -> None:
         self.table, self.spec, self.rows = table, spec, 0
         self.unfinished: tuple[str, str] | None = None
+        self.missing: tuple[str, str, int, tuple[str, str]] | None = None
         names = table.names
         parts = [("inputs", [names[i] for i in columns.inputs], spec.vocab, ("A token", "--vocab"))]
         if _shared(columns, spec) is None:
@@ -210,15 +228,21 @@ class _Writer:
     def append(self, batch: pa.RecordBatch) -> None:
         for (_, names, below, named), array in zip(self.parts, self.arrays, strict=True):
             block = np.stack([self._numbers(batch, name) for name in names], axis=1)
-            if below is not None:
-                array.append(values.as_indices(block, below, named, partial(self._place, names)))
+            if below is not None:  # a NaN is kept, since it may be asked for again with --nan drop
+                indices = values.as_indices(block, below, named, partial(self._place, names), "drop")
+                gone = indices == values.MISSING
+                if self.missing is None and gone.any():
+                    row = int(gone.argmax())
+                    self.missing = (self._place(names, row, 0), str(block[row, 0]), below, named)
+                array.append(indices)
                 continue
-            bad = ~np.isfinite(block)
+            with np.errstate(over="ignore"):
+                numbers = block.astype(np.float32)
+            bad = ~np.isfinite(numbers)  # also what float32 is too small for
             if self.unfinished is None and bad.any():
                 row, column = (int(one) for one in np.argwhere(bad)[0])
                 self.unfinished = (self._place(names, row, column), str(block[row, column]))
-            with np.errstate(over="ignore"):
-                array.append(block)
+            array.append(numbers)
         self.rows += batch.num_rows
 
     def _numbers(self, batch: pa.RecordBatch, name: str) -> Array:
@@ -264,7 +288,15 @@ def _parse_error(table: Table, wanted: list[str], text: str) -> MisuseError:
     cell = re.search(r"column #(\d+):.*invalid value '(.*)'", text, re.DOTALL)
     if cell:
         return _no_number(f"{place}, column {table.names[int(cell[1])]!r}", cell[2])
-    return unreadable(table.path, ValueError(text))
+    return _no_utf8(place) if "UTF8" in text else unreadable(table.path, ValueError(text))
+
+
+def _no_utf8(place: object) -> MisuseError:
+    return MisuseError(
+        rule="A table must be text in UTF-8",
+        got=f"{place} has other bytes (latin-1, perhaps)",
+        advice="Convert it: iconv -f latin1 -t utf-8 old.csv > new.csv.",
+    )
 
 
 def _no_number(place: str, value: str) -> MisuseError:

@@ -12,7 +12,7 @@ from oomguard.data.cache import Appended, cached
 from oomguard.data.columns import forecasts
 from oomguard.data.options import DataOptions
 from oomguard.data.rows import Store
-from oomguard.data.source import Array, Ints, Mapped, nothing_in, unreadable
+from oomguard.data.source import Array, Ints, Mapped, fingerprint, nothing_in, unreadable
 from oomguard.errors import MisuseError
 from oomguard.spec import Spec
 
@@ -32,7 +32,7 @@ def open_text(path: Path, spec: Spec, options: DataOptions) -> Store:
     size_bytes = path.stat().st_size
     if not size_bytes:
         raise nothing_in(path)
-    about = {"kind": "text", "path": str(path), "bytes": size_bytes}
+    about = {"kind": "text", "path": str(path), "bytes": size_bytes, "content": fingerprint(path)}
     if options.characters:
         tokens, vocabulary = _characters(path, spec, options)
         about |= {"vocabulary": vocabulary}
@@ -43,7 +43,8 @@ def open_text(path: Path, spec: Spec, options: DataOptions) -> Store:
         tokens.unit = "byte"
     borders = np.array([0, tokens.count], dtype=np.int64)
     ahead = 0 if options.inputs_only else 1
-    return Store(inputs=tokens, targets=tokens, borders=borders, long=True, ahead=ahead, about=about)
+    checked = options.characters or spec.vocab >= BYTES  # every byte is a token then
+    return Store(inputs=tokens, targets=tokens, borders=borders, long=True, ahead=ahead, checked=checked, about=about)
 
 
 def _characters(path: Path, spec: Spec, options: DataOptions) -> tuple[Mapped, str]:
@@ -54,7 +55,8 @@ def _characters(path: Path, spec: Spec, options: DataOptions) -> tuple[Mapped, s
         vocabulary = "".join(map(chr, _distinct(path))) if given is None else given
         with Appended(home / "tokens", _dtype(len(vocabulary)), None) as array:
             for codes in _codes(path):
-                array.append(_tokens(codes, vocabulary, path, array.rows))
+                place = (path, array.rows)
+                array.append(_tokens(codes, vocabulary, place, trained=options.inputs_only))
         return {"vocabulary": vocabulary, "tokens": array.rows}
 
     home, about = cached(path, options.cache, {"characters": True, "vocabulary": given}, convert)
@@ -100,8 +102,8 @@ def _distinct(path: Path) -> Ints:
     return found
 
 
-def _tokens(codes: Array, vocabulary: str, path: Path, before: int) -> Array:
-    """The place of each character in the vocabulary."""
+def _tokens(codes: Array, vocabulary: str, place: tuple[Path, int], *, trained: bool) -> Array:
+    """The place of each character in the vocabulary; `place` is the file, and how many characters came before."""
     known = np.frombuffer(vocabulary.encode("utf-32-le"), dtype=np.uint32)
     order = np.argsort(known)
     places = np.minimum(np.searchsorted(known[order], codes), len(known) - 1)
@@ -110,7 +112,9 @@ def _tokens(codes: Array, vocabulary: str, path: Path, before: int) -> Array:
         first = int(unknown.argmax())
         raise MisuseError(
             rule="Every character must be in the vocabulary",
-            got=f"{path}, character {before + first:,} is {shown(chr(int(codes[first])))}",
-            advice="Add it to --vocabulary, or take it out of the file.",
+            got=f"{place[0]}, character {place[1] + first:,} is {shown(chr(int(codes[first])))}",
+            advice="Take it out of the file: the model was trained without it."
+            if trained
+            else "Add it to --vocabulary, or take it out of the file.",
         )
     return order[places]

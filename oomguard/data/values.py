@@ -10,6 +10,9 @@ from oomguard.data.source import Array
 from oomguard.errors import MisuseError
 from oomguard.spec import Spec
 
+MISSING = np.iinfo(np.int64).min
+"""What stands for a NaN among tokens and classes, which have none."""
+
 Where = Callable[[int, int], str]
 """The place of a value, from its row in the block and its column."""
 
@@ -22,14 +25,14 @@ def target_width(spec: Spec) -> int:
 def as_inputs(spec: Spec, block: Array, nan: Nan, where: Where) -> Array:
     """Steps x features in float32, or tokens in int64; always a copy."""
     if spec.vocab is not None:
-        return as_indices(block, spec.vocab, ("A token", "--vocab"), where)
+        return as_indices(block, spec.vocab, ("A token", "--vocab"), where, nan)
     return as_numbers(block, nan, where)
 
 
 def as_targets(spec: Spec, block: Array, nan: Nan, where: Where) -> Array:
     """Steps x outputs in float32, or classes in int64; always a copy."""
     if spec.loss == "cross-entropy":
-        return as_indices(block, spec.classes, ("A target", "--outputs"), where)
+        return as_indices(block, spec.classes, ("A target", "--outputs"), where, nan)
     return as_numbers(block, nan, where)
 
 
@@ -48,23 +51,35 @@ def as_numbers(block: Array, nan: Nan, where: Where) -> Array:
     return found
 
 
-def as_indices(block: Array, below: int, named: tuple[str, str], where: Where) -> Array:
-    """Int64, one axis, each from 0 to `below` - 1."""
+def as_indices(block: Array, below: int, named: tuple[str, str], where: Where, nan: Nan = "error") -> Array:
+    """Int64, one axis, each from 0 to `below` - 1. What is not finite is an error, also for zero: that is a token too.
+
+    To drop it is the business of whoever cuts sequences, who finds it as `MISSING`.
+    """
     flat = np.asarray(block).reshape(len(block))
     if flat.dtype.kind in "iub" and (not flat.size or (flat.min() >= 0 and flat.max() < below)):
         return flat.astype(np.int64)
     with np.errstate(invalid="ignore"):  # NaN has no whole number; it is found below
         found = flat.astype(np.int64)
         bad = (found != flat) | (found < 0) | (found >= below)
+    if nan == "drop":
+        gone = ~np.isfinite(flat)
+        found[gone], bad = MISSING, bad & ~gone
     if bad.any():
         row = int(bad.argmax())
-        what, option = named
-        raise MisuseError(
-            rule=f"{what} must be a whole number from 0 to {below - 1:,}",
-            got=f"{where(row, 0)} is {flat[row]}",
-            advice=f"Correct the data, or change {option}.",
-        )
+        raise no_index(where(row, 0), flat[row], below, named)
     return found
+
+
+def no_index(place: str, value: Any, below: int, named: tuple[str, str]) -> MisuseError:
+    """The error for what is no token or class."""
+    what, option = named
+    drop = "Mend it, or say --nan drop (leave such sequences out); --nan zero is for numbers alone."
+    return MisuseError(
+        rule=f"{what} must be a whole number from 0 to {below - 1:,}",
+        got=f"{place} is {value}",
+        advice=f"Correct the data, or change {option}." if np.isfinite(float(value)) else drop,
+    )
 
 
 def not_finite(place: str, value: Any) -> MisuseError:

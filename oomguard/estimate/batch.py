@@ -42,7 +42,7 @@ def estimate_batch(spec: Spec, candidates: Candidates, place: Place, *, training
         same = cast(Candidate, group)
         found = estimate_step(spec, same, place, training=training)
         figures = {name: getattr(found, name) for name in _FIGURES if name != "margin_bytes"}
-        figures["margin_bytes"] = margin_bytes(found.growth_bytes, same, place)
+        figures["margin_bytes"] = margin_bytes(spec, found.growth_bytes, same, place)
         whole.put("figures", rows, {name: value for name, value in figures.items() if value is not None})
         whole.put("terms", rows, found.terms)
         whole.put("moments", rows, found.moments)

@@ -1,22 +1,50 @@
 """The margin: the bytes added to an estimate because estimates err."""
 
-from oomguard.candidate import Candidate
+from typing import Any
+
+import numpy as np
+
+from oomguard.candidate import Candidate, Candidates
 from oomguard.estimate.call import Count
 from oomguard.estimate.place import Place
+from oomguard.spec import Spec
 
 MARGIN_PERCENT = {"steady": 10, "plain": 80, "cuda": 15}
 """Of the growth over the runtime, by what errs: the C heap with fixed thresholds or with moving ones (24 of the
 benchmark's rows, run again without the setting, peaked at up to 1.78 of the estimate), cuDNN's workspace (assumed)."""
+SCATTERED_PERCENT = 35
+"""The same with fixed thresholds, where the heap falls to pieces (the two such rows of the benchmark peaked at 1.17 and
+1.33 of the estimate)."""
+SMALL_BLOCK_BYTES = 4096
+"""A page: what is smaller shares it with others."""
 
 
-def margin_bytes(growth_bytes: Count, candidate: Candidate, place: Place) -> Count:
+def scattered(spec: Spec, knobs: Candidate | Candidates) -> Any:
+    """Where the heap falls to pieces: a vanilla RNN in segments, whose steps keep one small block each.
+
+    What one segment frees has holes, and the next one, which needs as much, does not fit into them.
+
+    >>> spec = Spec(cell="rnn", seq=10_000, hidden=64)
+    >>> [bool(scattered(spec, Candidate(microbatch=8, segments=pieces))) for pieces in (1, 2)]
+    [False, True]
+    """
+    small = np.less(4 * spec.hidden * np.asarray(knobs.microbatch), SMALL_BLOCK_BYTES)
+    return small & np.greater(knobs.segments, 1) & (spec.cell == "rnn")
+
+
+def margin_bytes(spec: Spec, growth_bytes: Count, candidate: Candidate, place: Place) -> Count:
     """What to add to an estimate that no record has calibrated: about the 95th percentile of its error.
 
     Calibration by the records of this machine replaces it.
 
     >>> from oomguard.estimate.place import CPU
-    >>> [margin_bytes(1000, Candidate(microbatch=1, allocator=one), CPU) for one in ("steady", "plain")]
+    >>> spec = Spec(cell="lstm", seq=1000)
+    >>> [margin_bytes(spec, 1000, Candidate(microbatch=1, allocator=one), CPU) for one in ("steady", "plain")]
     [100, 800]
     """
     kind = "cuda" if place.cuda else "plain" if candidate.allocator == "plain" else "steady"
-    return -(-growth_bytes // 100) * MARGIN_PERCENT[kind]  # divided first: the largest specs fill most of an int64
+    percent: Any = MARGIN_PERCENT[kind]
+    if kind == "steady" and spec.cell == "rnn":
+        percent = np.where(scattered(spec, candidate), SCATTERED_PERCENT, percent)
+        percent = percent if percent.ndim else int(percent)
+    return -(-growth_bytes // 100) * percent  # divided first: the largest specs fill most of an int64

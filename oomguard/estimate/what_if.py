@@ -50,7 +50,7 @@ class WhatIf:
             found = estimate_step(spec, candidate, self.place, training=self.training)
         except MisuseError:
             return None
-        margin = margin_bytes(found.growth_bytes, candidate, self.place)
+        margin = margin_bytes(spec, found.growth_bytes, candidate, self.place)
         return Need(int(found.total_bytes), int(found.total_bytes + margin))
 
     def needs(self, **arrays: Any) -> list[Need]:

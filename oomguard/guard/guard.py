@@ -1,6 +1,6 @@
 """Guard: a step that runs out of memory is run again one rung down, as if nothing had happened."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -108,9 +108,12 @@ class Guard:
         return max(1, self.candidate.microbatch * first.segments // self.candidate.segments)
 
     def split(self, batch: Any, dim: int = 0) -> Iterator[Any]:
-        """A tensor, or a tuple or list of tensors, in pieces of at most `rows` sequences along a dimension."""
+        """A tensor, or a tuple, list or dict of tensors, in pieces of at most `rows` sequences along a dimension."""
         if isinstance(batch, Tensor):
             yield from torch.split(batch, self.rows, dim)
+        elif isinstance(batch, Mapping):
+            for piece in self.split([*batch.values()], dim):
+                yield dict(zip(batch, piece, strict=True))
         else:
             yield from zip(*(torch.split(part, self.rows, dim) for part in batch), strict=True)
 

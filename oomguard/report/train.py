@@ -1,8 +1,9 @@
-"""A training on the screen: a bar while it runs, on a terminal only, and what came of it."""
+"""A training on the screen: a bar while it runs, or lines where there is no terminal, and what came of it."""
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from oomguard.plan.phrases import figure
@@ -13,12 +14,15 @@ from oomguard.units import format_bytes
 if TYPE_CHECKING:
     from rich.console import Console
 
+PAUSE_SECONDS = 60.0
+"""Between two lines, unless there is something to tell."""
+
 
 @contextmanager
 def follow(*, quiet: bool = False) -> Iterator[Callable[[Told], None] | None]:
-    """A bar on stderr that follows a training; None if nobody would see it."""
+    """What follows a training on stderr: a bar, or lines in a log; None if nobody wants to see it."""
     if quiet or not sys.stderr.isatty():
-        yield None
+        yield None if quiet else in_lines()
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -36,6 +40,26 @@ def follow(*, quiet: bool = False) -> Iterator[Callable[[Told], None] | None]:
             bar.update(task, description=told_words(told), completed=told.step, total=told.total)
 
         yield take
+
+
+def in_lines() -> Callable[[Told], None]:
+    """A line for each event and each validation, otherwise one a minute: what a log of hours should hold."""
+    last: tuple[float | None, float] = (None, monotonic())
+
+    def take(told: Told) -> None:
+        nonlocal last
+        for event in told.events:
+            _log(f"Step {event.step:,}, {event.kind}: {event.reason}")
+        # another object, not another number: a NaN is never the same
+        if told.validation is not last[0] or monotonic() >= last[1] + PAUSE_SECONDS:
+            last = (told.validation, monotonic())
+            _log(f"Step {told_words(told)}")
+
+    return take
+
+
+def _log(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def told_words(told: Told) -> str:
@@ -57,7 +81,7 @@ def told_words(told: Told) -> str:
 def result_json(result: Result) -> dict[str, Any]:
     """As `--json` prints it."""
     names = ("steps", "loss", "validation_loss", "ended", "rung", "peak_bytes")
-    return {"run": str(result.run)} | {name: getattr(result, name) for name in names}
+    return {"run": str(result.run)} | {name: getattr(result, name) for name in names} | result.missing._asdict()
 
 
 def show_training(result: Result, console: "Console") -> None:
@@ -69,6 +93,8 @@ def show_training(result: Result, console: "Console") -> None:
     say(f"{why} after {result.steps:,} steps" + (f": {', '.join(losses)}." if losses else "."))
     rung = f" It ended on fallback {result.rung} of the plan." if result.rung else ""
     say(f"It peaked at {format_bytes(result.peak_bytes)}.{rung}")
+    if any(result.missing):
+        say(f"Of all sequences, {result.missing.words()}.")
     say(f"Checkpoints, metrics and events are in {result.run}.")
     if result.ended == "interrupted":
         say("To go on, add --resume.")

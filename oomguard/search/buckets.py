@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from oomguard.candidate import Candidate
+from oomguard.candidate import Candidate, is_none
 from oomguard.probe.record import Record
 from oomguard.search.problem import Problem
 from oomguard.search.screen import SETTING, Screened, rows_like, screen
@@ -102,11 +102,21 @@ def bucket(problem: Problem, records: Sequence[Record], chosen: Candidate) -> li
     found: list[Bucketed] = []
     for part in cut(problem.spec.lengths or {problem.spec.steps: 1}):
         view = screen(problem, records, with_steps(problem.spec, part.longest))
-        rows = view.eligible & rows_like(view.candidates, chosen, [*SETTING, "threads"])
-        if part.longest == problem.spec.steps:
-            rows = rows & rows_like(view.candidates, chosen, ["microbatch", "segments", "levels", "recompute"])
-        found.append(_bucketed(view, int(np.argmin(np.where(rows, view.expected, np.inf))), part))
+        found.append(_bucketed(view, _row(view, chosen, whole=part.longest == problem.spec.steps), part))
     return found
+
+
+def _row(view: Screened, chosen: Candidate, *, whole: bool) -> int:
+    """The fastest that fits, exact if there is one; if only the chosen candidate's own record lets it fit, the
+    smallest. The longest sequences are run as the chosen candidate says."""
+    alike = rows_like(view.candidates, chosen, [*SETTING, "threads"])
+    if whole:
+        alike &= rows_like(view.candidates, chosen, ["microbatch", "segments", "levels", "recompute", "window"])
+    fits = view.fits & alike
+    exact = fits & is_none(view.candidates.window)
+    if not fits.any():
+        return int(np.argmin(np.where(alike, view.safe_bytes, np.inf)))
+    return int(np.argmin(np.where(exact if exact.any() else fits, view.expected, np.inf)))
 
 
 def _bucketed(view: Screened, row: int, part: Part) -> Bucketed:

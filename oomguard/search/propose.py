@@ -47,7 +47,8 @@ def _fastest(known: Known) -> Probe | None:
     view = screen(known.problem, known.records)
     if not view.eligible.any():
         return _try_smallest(known, view)
-    confirmed = _confirmed(known, view) & (_pass_seconds(view) > 2 * PROBE_SECONDS)
+    again = view.shortest < view.longest  # or it was to be timed, and only turned out to be slow
+    confirmed = _confirmed(known, view) & again & (_pass_seconds(view) > 2 * PROBE_SECONDS)
     if confirmed.any():  # at a length that was not needed to time it: after that, only what is far better counts
         return _second(known, view, confirmed)
     if known.explore:
@@ -55,8 +56,7 @@ def _fastest(known: Known) -> Probe | None:
             probe = short(known, view, row, "explore")
             if probe is not None:
                 return (halfway(known, view, row) or probe) if probe.spec == view.spec else probe
-    best = choose(view)
-    return None if best is None else confirm(known, view, best)
+    return confirm(known, view, int(np.argmin(np.where(view.eligible, view.expected, np.inf))))
 
 
 def _second(known: Known, view: Screened, confirmed: Any) -> Probe | None:
@@ -116,7 +116,9 @@ def choose(view: Screened) -> int | None:
     if not view.eligible.any():
         return None
     long = view.eligible & (2 * view.longest >= view.spec.steps)
-    return int(np.argmin(np.where(long if long.any() else view.eligible, view.expected, np.inf)))
+    # where nothing has run, nothing is better known than anything else: caution would only favour what is usual
+    seconds = view.expected if (view.longest > 0).any() else view.prediction.seconds_per_step
+    return int(np.argmin(np.where(long if long.any() else view.eligible, seconds, np.inf)))
 
 
 def _largest(known: Known, aim: str) -> Probe | None:

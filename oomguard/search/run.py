@@ -41,7 +41,8 @@ class Limits:
     """When a search ends, if it is not done before."""
 
     max_probes: int = MAX_PROBES
-    """Probes in all, those of the interrupted search that it continues included."""
+    """Probes in all, those of the interrupted search that it continues included (not those of other searches in its
+    ledger, though it learns from them)."""
     seconds: float = TIMEOUT_SECONDS
     """From now."""
 
@@ -181,7 +182,7 @@ class Search:
     def _next(self, runner: Runner) -> Probe | None:
         """The next probe, under what is free now; notes why there is none."""
         self._refresh()
-        if len(self.records) >= self.limits.max_probes:
+        if len(self.book.records()) >= self.limits.max_probes:
             self.ended = "max-probes"
         elif self.left <= LAST_SECONDS:
             self.ended = "timeout"

@@ -16,7 +16,7 @@ from oomguard.probe.record import Record
 from oomguard.probe.verdict import Verdict
 from oomguard.search.problem import Problem
 from oomguard.search.space import grid, lossy, pick
-from oomguard.spec import Spec
+from oomguard.spec import MAX_SEQ, Spec
 from oomguard.units import MIB
 
 REPEAT_BYTES = 2 * MIB
@@ -48,6 +48,8 @@ class Screened:
     """Of a step, where the candidate (or a shortened one) has been timed; elsewhere nan."""
     longest: Any
     """The longest sequences that it has been run with; 0 if never."""
+    shortest: Any
+    """The shortest; as long as can be if never."""
     timeable: Any
     """Whether short sequences tell the time of long ones."""
 
@@ -86,10 +88,12 @@ def screen(problem: Problem, records: Sequence[Record], spec: Spec | None = None
     if problem.host_bytes is not None:
         fits = fits & (np.broadcast_to(estimate.host_bytes, len(candidates)) <= problem.host_bytes)
     seconds, longest = np.full(len(candidates), np.nan), np.zeros(len(candidates), dtype=np.int64)
+    shortest = np.full(len(candidates), MAX_SEQ, dtype=np.int64)
     faulting, large = (np.broadcast_to(ask(spec, candidates, estimate.engine), len(fits)) for ask in (faults, cold))
     late = np.zeros(len(candidates), dtype=bool)
-    for record in sorted(records, key=lambda one: one.spec.steps):  # the longest has the last word
-        if not same_model(record.spec, spec):
+    for record in sorted(records, key=lambda one: _weight(one, spec)):  # what weighs most has the last word
+        longer = record.spec.steps > spec.steps
+        if not same_model(record.spec, spec) or (longer and not record.verdict.ran):
             continue
         rows = _rows_of(record, spec, candidates)
         if not problem.place.cuda:  # short sequences of small blocks do not tell the time of large ones
@@ -98,7 +102,8 @@ def screen(problem: Problem, records: Sequence[Record], spec: Spec | None = None
             tokens = record.spec.steps * record.candidate.microbatch
             each = record.fastest_pass_seconds / tokens
             seconds[rows] = each * (spec.steps * spec.batch) + calibration.update_seconds
-            longest[rows] = record.spec.steps
+            shortest[rows] = np.minimum(shortest[rows], record.spec.steps)
+            longest[rows] = np.maximum(longest[rows], record.spec.steps)
         elif record.verdict.name in HOPELESS:
             fits &= ~rows_like(candidates, record.candidate, _to_blame(record))
         elif record.verdict is Verdict.TIMEOUT:
@@ -117,19 +122,26 @@ def screen(problem: Problem, records: Sequence[Record], spec: Spec | None = None
     timeable = ~large | problem.place.cuda
     return Screened(
         spec=spec, candidates=candidates, estimate=estimate, prediction=prediction, peak_bytes=peak, safe_bytes=safe,
-        fits=fits, seconds=seconds, longest=longest, timeable=timeable,
+        fits=fits, seconds=seconds, longest=longest, shortest=shortest,
+        timeable=timeable,
     )  # fmt: skip
 
 
 def record_of(records: Sequence[Record], view: Screened, row: int) -> Record | None:
-    """The record of a candidate with the longest sequences; None if it never ran."""
+    """The record that tells most of a candidate; None if it never ran."""
     candidate = pick(view.candidates, np.array([row]))
     own = [
         one
         for one in records
         if one.verdict.ran and same_model(one.spec, view.spec) and _rows_of(one, view.spec, candidate)[0]
     ]
-    return max(own, key=lambda one: (one.spec.steps, one.started), default=None)
+    return max(own, key=lambda one: _weight(one, view.spec), default=None)
+
+
+def _weight(record: Record, spec: Spec) -> tuple[bool, int, str]:
+    """Of several records of a candidate, which one tells most: those of longer sequences than asked for tell less than
+    any other; of the others the longest and, of equal ones, the last."""
+    return record.spec.steps <= spec.steps, record.spec.steps, record.started
 
 
 def repeated_bytes(record: Record, *, cuda: bool) -> int:

@@ -7,10 +7,11 @@ from typing import Any
 import msgspec
 
 from oomguard.data.normalise import Normaliser
-from oomguard.data.open import Data
+from oomguard.data.open import Data, Missing
 from oomguard.data.options import DataOptions
 from oomguard.data.order import Position
 from oomguard.guard.ladder import Standing
+from oomguard.metrics import Event
 from oomguard.model import Recurrent
 from oomguard.plan.value import Plan
 from oomguard.train.options import TrainOptions
@@ -52,6 +53,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """How it was read."""
     normaliser: Normaliser | None = None
     """How its numbers were scaled."""
+    model: str | None = None
+    """What built the model, as package.module:function; None: it is the one of the spec."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +77,8 @@ class Told:
     """Of so many."""
     rung: int
     """On the ladder."""
+    events: tuple[Event, ...] = ()
+    """What was changed since the last time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,3 +101,5 @@ class Result:
     """The largest that was seen, in this process."""
     model: Recurrent
     """What was trained, as it is after the last step."""
+    missing: Missing
+    """What of the data was cut or left out."""

@@ -17,7 +17,7 @@ from oomguard.candidate import Candidate
 from oomguard.checkpoint import save
 from oomguard.data.loader import Batch, Loader
 from oomguard.data.order import Bucket
-from oomguard.errors import GuardError, TornUpdateError
+from oomguard.errors import GuardError, MisuseError, TornUpdateError
 from oomguard.guard.guard import Guard
 from oomguard.metrics import Metrics
 from oomguard.step import Outcome, Training, Visiting, accumulate, no_gradient_left, update
@@ -53,7 +53,7 @@ class Trainer:
                     self._epoch()
             except TornUpdateError:
                 raise  # the weights are half new: the checkpoint before this step is the one to go on from
-            except GuardError:
+            except (GuardError, MisuseError):  # memory is short, or something is wrong with the data
                 self.save()
                 raise
             self.save()
@@ -132,7 +132,7 @@ class Trainer:
         assert source is not None  # otherwise none is due
         how = evaluation_candidate(model.spec, self.guard.candidate, self.job.plan.where.place)
         found = self.validation = validate(model, source, how, self.ranks)
-        better = self.state.best is None or found < self.state.best
+        better = math.isfinite(found) and (self.state.best is None or found < self.state.best)
         change = {"best": found, "worse": 0} if better else {"worse": self.state.worse + 1}
         self.state = msgspec.structs.replace(self.state, **change)
         if better and self.ranks.first:
@@ -186,6 +186,7 @@ class Trainer:
             peak_bytes=self.guard.watch.peak_bytes,
             budget_bytes=self.job.plan.budget_bytes,
             rung=self.guard.rung,
+            events=() if self.guard.events is None else self.guard.events.news(),
         )
 
     def _result(self, ended: str) -> Result:
@@ -198,6 +199,7 @@ class Trainer:
             rung=self.guard.rung,
             peak_bytes=self.guard.watch.peak_bytes,
             model=self.training.model,
+            missing=self.job.data.missing,
         )
 
 

@@ -1,5 +1,7 @@
 """Predictions of a trained run: read, computed and written a microbatch at a time."""
 
+import csv
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from oomguard.checkpoint import Checkpoint, load, load_weights
 from oomguard.data.normalise import Normalised, Normaliser
 from oomguard.data.open import open_source
 from oomguard.data.options import DataOptions
+from oomguard.data.rows import Rows, origins
 from oomguard.data.source import Array, Ints, Source
 from oomguard.device import open_device
 from oomguard.errors import MisuseError
@@ -23,6 +26,7 @@ from oomguard.plan.store import load_plan
 from oomguard.spec import Spec
 from oomguard.train.evaluate import evaluation_candidate, read, tried
 from oomguard.train.job import BEST, CHECKPOINTS, State
+from oomguard.train.own import Model, build_own
 
 SUFFIXES = (".npy", ".csv")
 
@@ -37,6 +41,8 @@ class Wanted:
     """Of classes: those of all, instead of the likeliest."""
     device: str | None = None
     """Where; None: where it was trained."""
+    model: Model = None
+    """What builds the model; None: what the run was trained with, by its name."""
 
     def __post_init__(self) -> None:
         if self.output is not None and Path(self.output).suffix.lower() not in SUFFIXES:
@@ -47,7 +53,7 @@ class Wanted:
             )
 
 
-def run_prediction(run: str, data: Any, wanted: Wanted, options: dict[str, Any]) -> Array | Path:
+def run_prediction(run: str | os.PathLike[str], data: Any, wanted: Wanted, options: dict[str, Any]) -> Array | Path:
     """All predictions in the order of the sequences, as an array or in a file."""
     found = _newest(Path(run))
     plan, spec, state = load_plan(Path(run) / "plan.json"), found.spec, msgspec.convert(found.facts, State)
@@ -55,13 +61,16 @@ def run_prediction(run: str, data: Any, wanted: Wanted, options: dict[str, Any])
         raise MisuseError(
             rule="Probabilities are of classes", got="this run predicts numbers", advice="Leave --probabilities out."
         )
-    asked = msgspec.structs.replace(state.data_options, **{"validation": 0.0} | options)
+    # a token means the character that it meant in training, whatever the new file holds
+    was = {"validation": 0.0, "vocabulary": state.data.get("vocabulary")}
+    asked = msgspec.structs.replace(state.data_options, **was | options)
     if isinstance(data, str | Path | np.ndarray | Tensor):  # a Dataset and pairs give what they give
         source, own = _inputs_of(data, spec, asked, state.normaliser), reading(spec)
     else:
         source, own = _source(data, spec, asked, state.normaliser), spec
     device = open_device(plan.where.device if wanted.device is None else wanted.device)
-    model = build(spec).to(device.torch_device)
+    by = wanted.model or state.model
+    model = (build(spec) if by is None else build_own(by, spec)).to(device.torch_device)
     load_weights(found, model)
     candidate = evaluation_candidate(spec, found.candidate, plan.where.place)
     device.settle(candidate)
@@ -169,9 +178,7 @@ def _written(made: Iterator[tuple[int, Array]], source: Source, form: _Form, out
     """The predictions in an array, in memory or on the disk, or as lines of text."""
     if output is not None and output.lower().endswith(".csv"):
         with _opened(output) as file:
-            file.write(",".join(["sequence", *(["step"] if form.stepped else []), *form.names]) + "\n")
-            for start, rows in made:
-                _write_lines(file, start, rows, source, form)
+            csv.writer(file, lineterminator="\n").writerows(_lines(made, source, form))
         return Path(output)
     kind: Any = np.int64 if form.classes else np.float32
     if output is None:
@@ -189,7 +196,8 @@ def _written(made: Iterator[tuple[int, Array]], source: Source, form: _Form, out
 
 def _opened(output: str) -> TextIO:
     try:
-        return open(output, "w", encoding="ascii")
+        Path(output).parent.mkdir(parents=True, exist_ok=True)
+        return open(output, "w", encoding="utf-8", newline="")
     except OSError as error:
         raise MisuseError(
             rule="--output must be a file that can be written",
@@ -198,10 +206,13 @@ def _opened(output: str) -> TextIO:
         ) from None
 
 
-def _write_lines(file: TextIO, start: int, rows: Array, source: Source, form: _Form) -> None:
-    """One line for each prediction."""
-    width = len(form.names)
-    for number, steps in enumerate(rows.reshape(len(rows), -1, width), start=start):
-        for step in range(int(source.lengths[number]) if form.stepped else 1):
-            place = [str(number), *([str(step)] if form.stepped else [])]
-            file.write(",".join([*place, *(repr(one) for one in steps[step].tolist())]) + "\n")
+def _lines(made: Iterator[tuple[int, Array]], source: Source, form: _Form) -> Iterator[list[Any]]:
+    """The names of the columns, and one line for each prediction."""
+    read = source.source if isinstance(source, Normalised) else source
+    names, origin = origins(read) if isinstance(read, Rows) else ([], lambda _: [])
+    yield ["sequence", *names, *(["step"] if form.stepped else []), *form.names]
+    for start, rows in made:
+        for number, steps in enumerate(rows.reshape(len(rows), -1, len(form.names)), start=start):
+            whose = [number, *origin(number)]
+            for step in range(int(source.lengths[number]) if form.stepped else 1):
+                yield [*whose, *([step] if form.stepped else []), *steps[step].tolist()]

@@ -4,7 +4,6 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,9 @@ import msgspec
 import torch
 
 from oomguard.checkpoint import Checkpoint, load, restore
-from oomguard.checks import shown
+from oomguard.checks import flag, shown
 from oomguard.data.loader import Loader, size_loader
-from oomguard.data.open import open_data
+from oomguard.data.open import check_data, open_data
 from oomguard.data.options import DataOptions
 from oomguard.data.order import Bucket
 from oomguard.device import Device, open_device
@@ -23,16 +22,15 @@ from oomguard.errors import MisuseError, TornUpdateError
 from oomguard.guard.guard import Guard
 from oomguard.guard.ladder import Standing
 from oomguard.metrics import Events, Metrics
-from oomguard.model import Recurrent
 from oomguard.plan.store import check_device, save_plan
 from oomguard.plan.value import Plan
 from oomguard.step import Training, make_optimizer, prepare
 from oomguard.train.job import CHECKPOINTS, EVENTS, Job, Result, State, Told
 from oomguard.train.loop import COLUMNS, Trainer
 from oomguard.train.options import TrainOptions
+from oomguard.train.own import Model, build_own, name_of
 from oomguard.train.ranks import Ranks, join
 
-Model = Callable[..., Any] | str | None
 Progress = Callable[[Told], None] | None
 
 
@@ -42,12 +40,15 @@ def run_training(
     """Execute a plan on data; with `resume`, from where its run was left."""
     options, data_options = asked
     home = Path(options.run or f"runs/{plan.spec.cell}-{plan.spec.steps}")
+    _check_validated(options, data_options)
     _warn_of_exports(plan)
     with join(plan.where.device, plan.spec) as ranks:
         last = _last(home, options)
         ranks.agree([0])  # nobody writes a checkpoint before everybody has looked for one
         kept = None if last is None else _state_of(last).normaliser
         opened = open_data(data, plan.spec, data_options, kept)
+        if last is None:  # otherwise it was checked then
+            check_data(opened)
         job = Job(plan=plan, options=options, data_options=data_options, data=opened, home=home)
         torn = False
         while True:
@@ -63,6 +64,17 @@ def run_training(
             finally:
                 if trainer.metrics is not None:
                     trainer.metrics.close()
+            del trainer  # its weights go before others come: memory is short
+
+
+def _check_validated(options: TrainOptions, data_options: DataOptions) -> None:
+    for name in ("patience", "validate_every"):
+        if getattr(options, name) is not None and not data_options.validation:
+            raise MisuseError(
+                rule=f"{flag(name)} needs data that is kept for validation",
+                got=f"got --validation {data_options.validation:g}",
+                advice=f"Leave {flag(name)} out, or give --validation a share such as 0.1.",
+            )
 
 
 def missing_exports(plan: Plan) -> dict[str, str]:
@@ -110,7 +122,7 @@ def _trainer(job: Job, ranks: Ranks, last: Checkpoint | None, model: Model) -> T
     device = open_device(ranks.device if ranks.world > 1 else plan.where.device)
     if last is None:
         check_device(plan, device.title(), device.budget().limit_bytes)
-    state = _begun(job) if last is None else _taken_up(job, last)
+    state = _begun(job, model) if last is None else _taken_up(job, last, model)
     training = _training(job, device, model)
     if last is not None:
         restore(last, training)
@@ -126,34 +138,54 @@ def _trainer(job: Job, ranks: Ranks, last: Checkpoint | None, model: Model) -> T
         if last is None:
             save_plan(plan, job.home / "plan.json")
             trainer.save()
+            if any(job.data.missing):
+                guard.tell("data", f"Of all sequences, {job.data.missing.words()}.", **job.data.missing._asdict())
         else:
             guard.tell("resume", f"The run was taken up at step {state.step:,}.", rung=guard.rung)
     return trainer
 
 
-def _begun(job: Job) -> State:
+def _begun(job: Job, model: Model) -> State:
     return State(
         data=job.data.train.describe(),
         data_options=job.data_options,
         normaliser=job.data.normaliser,
+        model=name_of(model),
     )
 
 
-def _taken_up(job: Job, last: Checkpoint) -> State:
-    """The state of a checkpoint, if the data is what it was then."""
+def _taken_up(job: Job, last: Checkpoint, model: Model) -> State:
+    """The state of a checkpoint, if the model and the data are what they were then, and are read as they were."""
     state = _state_of(last)
-    was, now = _plain(state.data), _plain(job.data.train.describe())
+    if state.model != name_of(model):
+        raise MisuseError(
+            rule="A run goes on with the model that it began with",
+            got=f"that was {state.model or 'the one of the spec'} and is {name_of(model) or 'the one of the spec'}",
+            advice="Give the same --model, or another --run.",
+        )
+    _check_same(_by_flag(state.data_options), _by_flag(job.data_options))  # first: the rest follows from them
+    _check_same(_plain(state.data), _plain(job.data.train.describe()))
+    rungs = [job.plan.candidate, *(rung.candidate for rung in job.plan.fallbacks)]
+    if last.candidate in rungs[state.standing.rung : state.standing.rung + 1]:
+        return state
+    return msgspec.structs.replace(state, standing=Standing())  # another plan: its ladder is begun at the top
+
+
+def _check_same(was: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raise if a run would go on with something else: of another split it has seen what it is validated on."""
     for name in [*was, *(one for one in now if one not in was)]:
-        if was.get(name) != now.get(name) and name != "path":
+        if was.get(name) != now.get(name) and name not in ("path", "targets"):  # files may be elsewhere by now
             raise MisuseError(
                 rule="A run goes on with the data that it began with",
                 got=f"its {name} was {shown(was.get(name))} and is {shown(now.get(name))}",
                 advice="Give the same --data and its options, or another --run.",
             )
-    rungs = [job.plan.candidate, *(rung.candidate for rung in job.plan.fallbacks)]
-    if last.candidate in rungs[state.standing.rung : state.standing.rung + 1]:
-        return state
-    return msgspec.structs.replace(state, standing=Standing())  # another plan: its ladder is begun at the top
+
+
+def _by_flag(options: DataOptions) -> dict[str, Any]:
+    """The options that say which sequences there are; of the others, what they do is in the source's description."""
+    given = _plain(options).items()
+    return {flag(name): value for name, value in given if name not in ("workers", "cache", "format", "nan", "targets")}
 
 
 def _plain(value: Any) -> dict[str, Any]:
@@ -169,32 +201,8 @@ def _training(job: Job, device: Device, model: Model) -> Training:
     training = prepare(plan.spec, plan.candidate, device.torch_device, lr)
     if model is None:
         return training
-    own = _build(model)(plan.spec)
-    if not isinstance(own, Recurrent) or own.spec != plan.spec:
-        raise MisuseError(
-            rule="A model of your own must be an oomguard.model.Recurrent with the plan's spec: the plan's figures, "
-            "segments and checkpoints are for that",
-            got=f"{shown(model)} gave {type(own).__name__}",
-            advice="Change what it builds, or train any other module in a loop of your own with oomguard.guard.",
-        )
-    own = own.to(device.torch_device)
+    own = build_own(model, plan.spec).to(device.torch_device)
     return replace(training, model=own, optimizer=make_optimizer(own, plan.candidate, lr))
-
-
-def _build(model: Callable[..., Any] | str) -> Callable[..., Any]:
-    """A function that builds a model, also by its name `package.module:function`."""
-    if not isinstance(model, str):
-        return model
-    module, _, name = model.partition(":")
-    try:
-        found: Callable[..., Any] = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise MisuseError(
-            rule="A model of your own is a function, named as package.module:function",
-            got=f"{shown(model)} cannot be imported ({error})",
-            advice="Check the name, and that Python finds the package.",
-        ) from None
-    return found
 
 
 def _loader(job: Job, device: Device) -> Loader:

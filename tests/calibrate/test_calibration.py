@@ -13,6 +13,7 @@ from oomguard.estimate.breakdown import estimate_step
 from oomguard.estimate.margin import MARGIN_PERCENT
 from oomguard.estimate.place import CPU
 from oomguard.probe.record import Record
+from oomguard.search.shorten import shorten
 from oomguard.spec import Spec
 
 SPEC = Spec(cell="lstm", seq=2000, hidden=128)
@@ -147,3 +148,14 @@ def test_what_rows_of_a_group_have_in_common_is_told_from_the_effects() -> None:
     assert mean[1] == pytest.approx(-0.1, abs=0.01)
     assert abs(mean[2]) < 0.02
     assert deviation[2] > 5 * deviation[0]
+
+
+@pytest.mark.parametrize("segments", [1, 2])
+def test_where_the_heap_falls_to_pieces_the_margin_stays_wide_after_calibration(segments: int) -> None:
+    """Of a vanilla RNN in 2 segments, a row of the benchmark peaked 13 % over what two shorter ones led to expect."""
+    spec = Spec(cell="rnn", seq=10_000, hidden=32, layers=1, batch=4)
+    candidate = make_candidate(spec, segments=segments, allocator="steady")
+    records = [Machine().run(*shorten(spec, candidate, steps), 1 << 40) for steps in (2500, 5000)]
+    expected = Calibration(spec, records, CPU).predict(estimate_step(spec, candidate))
+    growth_bytes = expected.peak_bytes - CPU.runtime_bytes
+    assert (expected.margin_bytes > 0.13 * growth_bytes) == (segments > 1)

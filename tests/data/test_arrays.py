@@ -134,7 +134,9 @@ def test_a_pickled_source_holds_a_path_and_no_data(tmp_path: Path) -> None:
 
 def test_a_source_describes_itself_in_plain_values(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.npy", numbers(3, 4, 3))
-    assert open_source(path, spec()).describe() == {
+    described = open_source(path, spec()).describe()
+    assert len(described.pop("content")) == 16
+    assert described == {
         "kind": "npy",
         "path": str(path),
         "shape": [3, 4, 3],
@@ -207,7 +209,14 @@ def test_a_nan_in_a_column_that_nobody_reads_drops_nothing(tmp_path: Path) -> No
 
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.npy").touch()
-    with pytest.raises(MisuseError, match=r"x\.npy is not"):
+    with pytest.raises(MisuseError, match=r"x\.npy has none"):
+        open_source(tmp_path / "x.npy", spec())
+
+
+@pytest.mark.parametrize("content", [b"abc", b"a,b,y\n1,2,3\n"])
+def test_a_file_of_another_kind_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.npy").write_bytes(content)
+    with pytest.raises(MisuseError, match=r"np\.save has written, but .*x\.npy does not begin as these do"):
         open_source(tmp_path / "x.npy", spec())
 
 
@@ -261,6 +270,23 @@ def test_a_class_out_of_range_is_named(tmp_path: Path) -> None:
     source = open_source(saved(tmp_path / "x.npy", whole), spec(loss="cross-entropy", outputs=3))
     with pytest.raises(MisuseError, match=r"0 to 2, but .*x\.npy, sequence 2, step 1, column 2 is 3.*--outputs"):
         targets_of(source)
+
+
+def test_sequences_without_a_class_can_be_dropped_but_are_never_of_class_zero(tmp_path: Path) -> None:
+    inputs, targets = saved(tmp_path / "x.npy", numbers(3, 4, 2)), saved(tmp_path / "y.npy", [2, np.nan, 1])
+    wanted = spec(head="last-step", loss="cross-entropy", outputs=3)
+    drop = open_source(inputs, wanted, DataOptions(targets=str(targets), nan="drop"))
+    assert targets_of(drop) == [2, 1]
+    zero = open_source(inputs, wanted, DataOptions(targets=str(targets), nan="zero"))
+    with pytest.raises(MisuseError, match=r"y\.npy, row 1 is nan.*--nan drop"):
+        targets_of(zero)
+
+
+def test_a_class_out_of_range_is_never_dropped(tmp_path: Path) -> None:
+    inputs, targets = saved(tmp_path / "x.npy", numbers(3, 4, 2)), saved(tmp_path / "y.npy", [2, -1, 1])
+    wanted = spec(head="last-step", loss="cross-entropy", outputs=3)
+    with pytest.raises(MisuseError, match="row 1 is -1"):
+        targets_of(open_source(inputs, wanted, DataOptions(targets=str(targets), nan="drop")))
 
 
 @pytest.mark.parametrize(

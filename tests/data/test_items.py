@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from data.making import inputs_of, numbers, spec, targets_of, tokens
@@ -138,6 +139,15 @@ def test_a_nan_is_named_dropped_or_zero(form: Any) -> None:
 
 
 @FORMS
+def test_items_without_a_class_can_be_dropped(form: Any) -> None:
+    given = [(numbers(2, 2), np.array([0.0, np.nan])), (numbers(3, 2), np.array([2.0, 1.0, 0.0]))]
+    wanted = spec(loss="cross-entropy", outputs=3)
+    assert targets_of(open_source(form(given), wanted, DataOptions(nan="drop"))) == [[2, 1, 0]]
+    with pytest.raises(MisuseError, match=r"is nan.*--nan drop"):
+        targets_of(open_source(form(given), wanted, DataOptions(nan="zero")))
+
+
+@FORMS
 @pytest.mark.parametrize(
     ("item", "told"),
     [
@@ -186,3 +196,16 @@ def test_pairs_are_split_by_series(form: Any) -> None:
 def test_a_dataset_is_not_split_by_time() -> None:
     with pytest.raises(MisuseError, match="--split series"):
         open_data(Listed(pairs(2, 2)), spec(), DataOptions(split="time"))
+
+
+@pytest.mark.parametrize("table", [{"a": [1]}, pandas.DataFrame({"a": [1], "b": [2]})], ids=["dict", "frame"])
+def test_a_table_in_memory_is_refused_with_what_to_do(table: Any) -> None:
+    with pytest.raises(MisuseError, match=r"got a (dict|DataFrame)\. Write it to a file.*to_parquet"):
+        open_source(table, spec())
+
+
+def test_tensors_may_have_a_gradient() -> None:
+    wanted = torch.from_numpy(numbers(2, 4, 3)).requires_grad_()
+    assert inputs_of(open_source(wanted, spec())) == numbers(2, 4, 3)[..., :2].tolist()
+    pair = (wanted[0, :, :2], wanted[0, :, 2:])
+    assert inputs_of(open_source([pair], spec())) == [numbers(2, 4, 3)[0, :, :2].tolist()]

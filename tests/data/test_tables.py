@@ -170,6 +170,7 @@ def test_a_conversion_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
         ("a,b,y\n1,2,3\n4,5,6,7\n", r"t\.csv, row 3 has 4"),
         ("a,b,y\n1,2,3\n4,,6\n", r"finite, but .*t\.csv, row 3, column 'b' is nan"),
         ("a,b,y\n1,2,3\n4,inf,6\n", r"row 3, column 'b' is inf"),
+        ("a,b,y\n1,2,3\n4,1e300,6\n", r"finite, but .*t\.csv, row 3, column 'b' is 1e\+300"),
         ("1,2,3\n4,nan,6\n", r"row 2, column '1' is nan"),
         ("a,b,y\n", r"t\.csv has none"),
         ("", r"t\.csv has none"),
@@ -182,6 +183,14 @@ def test_what_is_wrong_with_a_csv_is_named(tmp_path: Path, text: str, told: str)
     path = written(tmp_path / "t.csv", text)
     with pytest.raises(MisuseError, match=told):
         open_source(path, spec())
+
+
+@pytest.mark.parametrize("text", ["id,é,b,y\na,1,2,3\n", "id,a,b,y\né,1,2,3\n"])
+def test_a_table_in_another_encoding_is_refused_with_what_to_do(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "t.csv"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(MisuseError, match=r"UTF-8, but .*t\.csv.* has other bytes.*iconv"):
+        open_source(path, spec(), DataOptions(id="id"))
 
 
 def test_rows_are_counted_over_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,6 +265,22 @@ def test_a_token_or_class_out_of_range_is_named(tmp_path: Path, columns: Any, wa
     path = saved(tmp_path, columns, "csv")
     with pytest.raises(MisuseError, match=told):
         open_source(path, wanted)
+
+
+@KINDS
+def test_series_without_a_class_are_dropped(tmp_path: Path, kind: str) -> None:
+    columns = TABLE | {"price": [0, 1, None, 2, 1, 0]}
+    path, wanted = saved(tmp_path, columns, kind), spec(loss="cross-entropy", outputs=3)
+    found = open_source(path, wanted, DataOptions(id="shop", nan="drop"))
+    assert (targets_of(found), found.describe()["dropped"]) == ([[1, 1], [2]], 1)
+    for nan in ("error", "zero"):
+        with pytest.raises(MisuseError, match=r"0 to 2, but .*, row \d, column 'price' is nan.*--nan drop"):
+            open_source(path, wanted, DataOptions(id="shop", nan=nan))
+
+
+def test_windows_without_a_token_are_dropped(tmp_path: Path) -> None:
+    path = saved(tmp_path, {"token": [1, 2, 3, 4, 5, "nan", 7, 8, 9, 1, 2]}, "csv")
+    assert inputs_of(open_source(path, tokens(seq=2), DataOptions(nan="drop"))) == [[1, 2], [3, 4], [7, 8], [9, 1]]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv"])

@@ -10,7 +10,8 @@ import pytest
 
 from oomguard.candidate import make_candidate
 from oomguard.estimate.breakdown import Estimate, estimate_step
-from oomguard.estimate.place import CPU_RUNTIME_BYTES
+from oomguard.estimate.margin import margin_bytes
+from oomguard.estimate.place import CPU, CPU_RUNTIME_BYTES
 from oomguard.presets import make_spec
 from oomguard.units import GIB, MIB
 
@@ -55,6 +56,15 @@ def test_half_of_the_estimates_err_by_at_most_4_percent() -> None:
 
 def test_95_of_100_estimates_err_by_at_most_10_percent() -> None:
     assert quantiles(map(abs, errors(ROWS)), n=100)[94] <= 0.10
+
+
+def test_no_measured_peak_exceeds_estimate_and_margin() -> None:
+    for row in ROWS:
+        spec, found = make_spec(json.loads(row["spec"])), estimated(row)
+        safe_bytes = found.growth_bytes + margin_bytes(
+            spec, found.growth_bytes, make_candidate(spec, **json.loads(row["candidate"])), CPU
+        )
+        assert int(row["growth_bytes"]) <= safe_bytes, row
 
 
 @pytest.mark.parametrize("engine", ["onednn", "native"])

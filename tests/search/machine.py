@@ -102,9 +102,9 @@ def _next() -> int:
 
 
 def make_problem(spec: Spec, budget_bytes: int, **more: Any) -> Problem:
-    """A problem on two cores."""
-    fixed, allow = more.pop("fixed", {}), more.pop("allow", ("precision",))
-    space = make_space(spec, CPU, budget_bytes, Here(cores=2, fixed=fixed), allow)
+    """A problem, on two cores if nothing else is said."""
+    here = Here(cores=more.pop("cores", 2), fixed=more.pop("fixed", {}))
+    space = make_space(spec, CPU, budget_bytes, here, more.pop("allow", ("precision",)))
     return Problem(spec=spec, place=CPU, space=space, budget_bytes=budget_bytes, **more)
 
 

@@ -148,3 +148,15 @@ def test_a_bucket_shorter_than_the_window_that_the_user_fixed_is_run_all_the_sam
     assert row is not None
     found = bucket(problem, [], view.candidates[row])
     assert sum(sum(one.part.lengths.values()) for one in found) == sum(DATA.values())
+
+
+def test_a_state_in_8_bits_stays_so_in_every_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though short sequences would fit without it: it cannot change while training."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    spec = Spec(cell="lstm", hidden=1024, layers=1, batch=4, lengths={10: 100, 5000: 4})
+    problem = make_problem(spec, 440 * MIB, allow=("8bit",), fixed={"engine": "native", "threads": 1})
+    view = screen(problem, [])
+    row = choose(view)
+    assert row is not None
+    assert view.candidates[row].state_8bit
+    assert {one.candidate.state_8bit for one in bucket(problem, [], view.candidates[row])} == {True}

@@ -174,3 +174,23 @@ def test_less_memory_in_the_middle_of_a_search_costs_nothing_but_room() -> None:
     row = choose(screen(less, records))
     assert row is not None
     assert machine.peak_bytes(LSTM, screen(less, records).candidates[row]) <= 600 * MIB
+
+
+@pytest.mark.parametrize("cores", [2, 8, 64])
+def test_before_anything_has_run_all_cores_are_taken(cores: int) -> None:
+    view = screen(make_problem(LSTM, 20 * GIB, cores=cores), [])
+    row = choose(view)
+    assert row is not None
+    assert view.candidates[row].threads == cores
+
+
+@pytest.mark.parametrize("busy", [3.3, 2.5])
+def test_where_many_threads_are_many_times_slower_one_is_taken(busy: float) -> None:
+    """As on a machine of two cores of which another process uses one. (A first probe that was thought to be short, and
+    is not, does not end the search.)"""
+    machine = Machine(effects={3: busy})
+    problem = make_problem(Spec(cell="lstm", seq=400, features=16, hidden=128, layers=1), 900 * MIB)
+    view = screen(problem, solve(machine, problem))
+    row = choose(view)
+    assert row is not None
+    assert view.candidates[row].threads == 1

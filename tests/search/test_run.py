@@ -168,6 +168,14 @@ def test_the_probes_of_the_search_that_it_continues_count(rig: Rig) -> None:
     assert len(rig.records) == 3
 
 
+def test_the_probes_of_other_searches_in_the_ledger_do_not_count(rig: Rig, tmp_path: Path) -> None:
+    asked = {**ASKED, "ledger": str(tmp_path), "max_probes": 2}
+    oomguard.find_feasible_config(**asked)
+    plan = oomguard.find_feasible_config(**asked | {"spec": Spec(cell="lstm", seq=4000)})
+    assert len(rig.records) == 4
+    assert len(plan.records) == 4  # it learns from all
+
+
 def test_a_search_without_time_ends_with_a_plan_all_the_same(rig: Rig) -> None:
     plan = oomguard.find_feasible_config(**ASKED, timeout=0.5)
     assert (plan.ended, plan.probes, plan.record) == ("timeout", 0, None)

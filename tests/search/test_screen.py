@@ -139,6 +139,35 @@ def test_the_longest_of_several_records_has_the_last_word() -> None:
     assert record_of(records, view, row) == whole
 
 
+def test_a_record_of_longer_sequences_does_not_displace_that_of_the_asked_length() -> None:
+    candidate, longer = knobs(), msgspec.structs.replace(LSTM, seq=3000)
+    own, other = ran(candidate, fastest_pass_seconds=3.0), ran(candidate, longer, fastest_pass_seconds=100.0)
+    for records in ([own, other], [other, own]):
+        view = screen(PROBLEM, records)
+        row = view.find(candidate)
+        assert row is not None
+        assert view.seconds[row] == pytest.approx(12.0, rel=0.01)
+        assert view.longest[row] == 3000
+        assert record_of(records, view, row) == own
+
+
+def test_a_record_of_longer_sequences_tells_the_time_if_there_is_no_other() -> None:
+    candidate, longer = knobs(), msgspec.structs.replace(LSTM, seq=3000)
+    record = ran(candidate, longer, fastest_pass_seconds=3.0)
+    view = screen(PROBLEM, [record])
+    row = view.find(candidate)
+    assert row is not None
+    assert view.seconds[row] == pytest.approx(8.0, rel=0.01)
+    assert record_of([record], view, row) == record
+
+
+@pytest.mark.parametrize("verdict", [Verdict.OOM, Verdict.OVER, Verdict.TIMEOUT, Verdict.UNSUPPORTED])
+def test_what_did_not_run_with_longer_sequences_may_run_with_shorter_ones(verdict: Verdict) -> None:
+    problem, longer = make_problem(LSTM, 3 * GIB), msgspec.structs.replace(LSTM, seq=100_000)
+    assert fits(problem, [], knobs())
+    assert fits(problem, [failed(verdict, knobs(), 3 * GIB, longer)], knobs())
+
+
 @pytest.mark.parametrize("segments", [2, 11, 23, 45, 91, 100])
 def test_a_shortened_candidate_is_known_again_whatever_its_number_of_pieces(segments: int) -> None:
     """The last of them is shorter, unless their number divides the steps."""
