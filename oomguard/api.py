@@ -1,13 +1,15 @@
 """The whole tool on one screen: every verb as a function."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from oomguard.asked import find_budget, find_place, read_candidate, read_spec
 from oomguard.candidate import KNOBS, Candidate, Candidates
-from oomguard.checks import check_whole, nearest, shown
+from oomguard.checks import check_whole, flag, nearest, shown
 from oomguard.errors import MisuseError
 from oomguard.estimate.batch import estimate_batch
 from oomguard.estimate.breakdown import Estimate, estimate_step
@@ -15,7 +17,7 @@ from oomguard.estimate.margin import margin_bytes
 from oomguard.probe.record import Record
 from oomguard.probe.runner import TIMEOUT_SECONDS, Runner
 from oomguard.spec import Spec
-from oomguard.units import MAX_BYTES, parse_bytes
+from oomguard.units import MAX_BYTES, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:  # imported where it is used: an estimate does not wait for the search
     from pandas import DataFrame
@@ -66,7 +68,7 @@ def probe(
     *,
     device: str = "cpu",
     budget_bytes: int | None = None,
-    timeout: float = TIMEOUT_SECONDS,
+    timeout: float | str = TIMEOUT_SECONDS,
     **fields: Any,
 ) -> Record:
     """Run a few real steps of one candidate in a child process, under a budget, and record what came of it.
@@ -84,19 +86,20 @@ def probe(
         raise MisuseError(
             rule="A probe runs one candidate", got="got several", advice="Probe one after the other in a Runner."
         )
-    with Runner(device, timeout=timeout) as runner:
+    with Runner(device, timeout=_seconds(timeout)) as runner:
         return runner.probe(spec, found, budget_bytes=budget_bytes)
 
 
 def find_feasible_config(
     spec: Spec | None = None,
     *,
+    data: Any = None,
     budget: int | str | None = None,
     device: str = "cpu",
     maximize: str | Sequence[str] = "throughput",
     allow: str | Sequence[str] = "precision",
     max_probes: int = 24,
-    timeout: float = 100.0,
+    timeout: float | str = 100.0,
     ledger: str | None = None,
     storage: str | None = None,
     progress: "Callable[[Progress], None] | None" = None,
@@ -105,8 +108,10 @@ def find_feasible_config(
     """Find the fastest (or largest, or longest) candidate that fits, by a search that probes real runs, as a `Plan`.
 
     Fields of the spec may be given by name, and knobs that are to be fixed. `budget` is bytes or a size such as
-    "6GiB"; `maximize` and `allow` are as `--maximize` and `--allow` take them; several devices, "cuda:0,cuda:1", search
-    together. Raises `NothingFitsError` if not even the smallest candidate fits.
+    "6GiB", `timeout` seconds or a duration such as "5min"; `maximize` and `allow` are as `--maximize` and `--allow`
+    take them; several devices, "cuda:0,cuda:1", search together. Instead of a histogram of `lengths`, `data` may be
+    given as `train` takes it, with the options that say how it is cut (`id`, `stride`, ...). Raises `NothingFitsError`
+    if not even the smallest candidate fits.
 
     >>> plan = find_feasible_config(cell="gru", seq=50, hidden=16, batch=4, threads=1, max_probes=2)
     >>> plan.ooms, plan.candidate.microbatch * plan.candidate.accumulation >= 4
@@ -115,15 +120,17 @@ def find_feasible_config(
     from oomguard.plan.find import Question, find_plan
     from oomguard.search.run import Limits
 
+    if data is not None:
+        spec, fields = _spec_for(spec, data, fields), {name: fields[name] for name in fields if name in KNOBS}
     spec = read_spec(spec, {name: value for name, value in fields.items() if name not in KNOBS})
     question = Question(
         spec=spec,
-        devices=_words(device),
+        devices=_words("device", device),
         budget_bytes=parse_bytes(budget) if isinstance(budget, str) else budget,
-        maximize=_words(maximize),
-        allow=tuple(word for word in _words(allow) if word != "none"),
+        maximize=_words("maximize", maximize),
+        allow=tuple(word for word in _words("allow", allow) if word != "none"),
         fixed={name: value for name, value in fields.items() if name in KNOBS and value is not None},
-        limits=Limits(max_probes=max_probes, seconds=timeout),
+        limits=Limits(max_probes=max_probes, seconds=_seconds(timeout)),
         ledger=ledger,
         storage=storage,
     )
@@ -281,12 +288,37 @@ def predict(
     return run_prediction(run, data, wanted, options)
 
 
+def _spec_for(spec: Spec | None, data: Any, fields: dict[str, Any]) -> Spec:
+    """The spec, or that of the fields, with the lengths of the data."""
+    from oomguard.data.lengths import CUTTING, UNKNOWN, spec_for
+    from oomguard.data.options import DataOptions
+
+    options = DataOptions(**{name: value for name, value in fields.items() if name in CUTTING})
+    own = {name: value for name, value in fields.items() if name not in (*CUTTING, *KNOBS)}
+    if spec is None:
+        own = {"lengths": UNKNOWN} | own
+    elif isinstance(spec, Spec) and spec.lengths is None:
+        spec = msgspec.structs.replace(spec, lengths=UNKNOWN)
+    return spec_for(read_spec(spec, own), data, options)
+
+
 def _known(name: str, names: list[str]) -> None:
     if name not in names:
         raise MisuseError(rule="Options go by their names", got=f"got {shown(name)}", advice=nearest(name, names))
 
 
-def _words(text: str | Sequence[str]) -> tuple[str, ...]:
+def _words(name: str, text: str | Sequence[str]) -> tuple[str, ...]:
     """`throughput,seq` as its words."""
-    words = text.split(",") if isinstance(text, str) else text
-    return tuple(str(word).strip() for word in words if str(word).strip())
+    words = text.split(",") if isinstance(text, str) else [*text] if isinstance(text, Iterable) else [text]
+    if not all(isinstance(word, str) for word in words):
+        raise MisuseError(
+            rule=f"{flag(name)} takes a name, or several",
+            got=f"got {shown(text)}",
+            advice=f"Leave {name} out, or give it text.",
+        )
+    return tuple(word.strip() for word in words if word.strip())
+
+
+def _seconds(timeout: float | str) -> float:
+    """Seconds, or a duration as `--timeout` takes it."""
+    return parse_seconds(timeout) if isinstance(timeout, str) else timeout

@@ -49,6 +49,15 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def visible(text: str) -> str:
+    """Text with its control characters written out: what is in a file must not steer the terminal.
+
+    >>> visible("T4\\x1b[2J"), visible("64 → 256\\n")
+    ('T4\\\\x1b[2J', '64 → 256\\n')
+    """
+    return "".join(one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode() for one in text)
+
+
 def nearest(word: object, choices: list[str]) -> str:
     """Advice that names the likeliest choices for a mistyped word."""
     close = difflib.get_close_matches(word, choices, n=3, cutoff=0.5) if isinstance(word, str) else []

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import typer
 
+from oomguard.checks import visible
 from oomguard.errors import GuardError, MisuseError
 from oomguard.flags import (
     ANYWHERE,
     CANDIDATE,
+    CUT,
     DATA,
     FIXED,
     HERE,
@@ -47,10 +49,10 @@ from oomguard.typed import (
     check_output,
     read,
     read_budget,
-    read_fixed,
     read_number,
     read_options,
     read_path,
+    read_planned,
     read_seconds,
     read_source,
     read_table,
@@ -161,7 +163,9 @@ def _probe(*, device: str = "cpu", budget: str | None = None, json: bool = False
 
 
 @app.command("plan", cls=Command, help=PLAN_HELP)
-@with_flags(Spec=SPEC, **{"Knobs (fixed if given)": FIXED}, Where=ANYWHERE, Search=SEARCH, Output=[OUTPUT, JSON])
+@with_flags(
+    Spec=SPEC, Data=CUT, **{"Knobs (fixed if given)": FIXED}, Where=ANYWHERE, Search=SEARCH, Output=[OUTPUT, JSON]
+)
 def _plan(*, device: str = "cpu", output: str = "plan.json", json: bool = False, **values: Any) -> Answer:
     from oomguard.api import find_feasible_config
     from oomguard.plan.shortfall import NothingFitsError
@@ -169,13 +173,10 @@ def _plan(*, device: str = "cpu", output: str = "plan.json", json: bool = False,
     from oomguard.report.plan import plan_json, shortfall_json, show_result, show_shortfall
     from oomguard.report.progress import live
 
-    spec, fixed = read_fixed(values)
-    asked: dict[str, Any] = {
-        name: values[name] for name in ("maximize", "allow", "ledger", "storage") if name in values
-    }
+    spec, fixed = read_planned(values)
+    asked = read_options(values, SEARCH)
     asked |= {"budget": read_budget(values["budget"])} if "budget" in values else {}
     asked |= {"timeout": read_seconds(values["timeout"])} if "timeout" in values else {}
-    asked |= {"max_probes": read_number("max_probes", values["max_probes"])} if "max_probes" in values else {}
     check_output(output)
     try:
         with live(quiet=json) as progress:
@@ -357,7 +358,7 @@ def _warn(
 
 
 def _say(text: str) -> None:
-    print(f"oomguard: {text}", file=sys.stderr)  # noqa: T201
+    print(f"oomguard: {visible(text)}", file=sys.stderr)  # noqa: T201
 
 
 def _json(document: dict[str, Any]) -> str:

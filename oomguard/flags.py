@@ -53,7 +53,7 @@ SPEC = [
     Flag("sparse-embedding", "", "Sparse gradient of the embedding."),
     Flag("packed", "", "Packed sequences: padding is not computed."),
     Flag("batch-first", "", "Tensors are batch x time, which costs copies."),
-    Flag("lengths", "HISTOGRAM", "Sequences of each length, 100:5000,2000:40, or a file: lengths.npy, .csv, .txt."),
+    Flag("lengths", "HISTOGRAM", "Sequences of each length, 100:5000,2000:40, or a file of lengths: .npy, .csv, .txt."),
 ]
 CANDIDATE = [
     Flag("microbatch", "N", "Sequences per pass (the batch)."),
@@ -119,6 +119,11 @@ DATA = [
     Flag("workers", "N", "Processes that load data (as the plan says)."),
     Flag("seed", "N", "Of weights, order and split (0)."),
 ]
+CUT = [
+    Flag("data", "FILE", "What will be trained on: its lengths, as train would cut it."),
+    *(one for one in DATA[1:] if one.name not in ("validation", "split", "normalise", "workers", "seed")),
+]
+"""Data, as far as it says what sequences there are."""
 READ = [Flag("data", "FILE", "What to predict, in the form of the training data."), *DATA[1:]]
 TRAINED = [
     Flag("run", "DIR", "For checkpoints, metrics and events (runs/ and the model's name)."),

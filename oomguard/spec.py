@@ -333,5 +333,17 @@ def _frozen_rules(spec: Spec) -> list[Rule]:
 
 
 def _widest(spec: Spec) -> int:
-    width = max(spec.inputs, spec.layers * spec.directions * spec.hidden, spec.classes)
-    return spec.steps * spec.batch * width
+    return spec.steps * spec.batch * _width(spec)
+
+
+def _width(spec: Spec) -> int:
+    return max(spec.inputs, spec.layers * spec.directions * spec.hidden, spec.classes)
+
+
+def longest_seq(spec: Spec) -> int:
+    """Time steps of the longest sequences that such a spec may have.
+
+    >>> longest_seq(Spec(cell="gru", seq=1)), longest_seq(Spec(cell="gru", seq=1, hidden=1 << 16, batch=1 << 10))
+    (1000000000, 262144)
+    """
+    return min(MAX_SEQ, MAX_STEP_ELEMENTS // (spec.batch * _width(spec)))

@@ -10,7 +10,7 @@ from typing import Any, get_args
 from oomguard.candidate import Candidate, make_candidate
 from oomguard.checks import check_whole, flag, shown
 from oomguard.errors import MisuseError
-from oomguard.flags import CANDIDATE, FIXED, SPEC, Flag
+from oomguard.flags import CANDIDATE, CUT, FIXED, SPEC, Flag
 from oomguard.presets import load_spec, make_spec, preset
 from oomguard.spec import Cell, Spec
 from oomguard.units import parse_bytes, parse_seconds
@@ -27,6 +27,22 @@ def read(values: dict[str, Any]) -> tuple[Spec, Candidate]:
 def read_fixed(values: dict[str, Any]) -> tuple[Spec, dict[str, Any]]:
     """The spec, and the knobs that a search is to leave as they are."""
     return _read(values, FIXED)
+
+
+def read_planned(values: dict[str, Any]) -> tuple[Spec, dict[str, Any]]:
+    """The spec, its lengths those of --data if that is given, and the knobs that a search is to leave as they are."""
+    options = _values(CUT[1:], values)
+    if "data" not in values:
+        for name in options:
+            raise MisuseError(
+                rule=f"{flag(name)} says how data is read", got="there is no --data", advice="Add --data with a file."
+            )
+        return read_fixed(values)
+    from oomguard.data.lengths import UNKNOWN, spec_for
+    from oomguard.data.options import DataOptions
+
+    spec, fixed = read_fixed({"lengths": ",".join(f"{one}:{n}" for one, n in UNKNOWN.items())} | values)
+    return spec_for(spec, values["data"], DataOptions(**options)), fixed
 
 
 def _read(values: dict[str, Any], flags: list[Flag]) -> tuple[Spec, dict[str, Any]]:

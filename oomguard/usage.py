@@ -67,7 +67,7 @@ For a card that is not here, the plan is made by arithmetic alone.
 
 - oomguard plan --model lstm --seq 10000
 - oomguard plan --preset char-lm --device a100-80gb --maximize throughput,seq
-- oomguard plan --model spec.toml --lengths lengths.csv --ledger runs
+- oomguard plan --model spec.toml --data sales.csv --id shop --ledger runs
 
 Exit codes: 0 there is a plan, 1 nothing fits (and what would help is said), 2 the question was wrong.""")
 

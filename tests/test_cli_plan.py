@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from plan.making import EVERY, measured, reckoned
 from rich.console import Console
@@ -26,7 +27,7 @@ from oomguard.plan.section import Section, Table
 from oomguard.plan.store import decode_plan
 from oomguard.plan.words import explain
 from oomguard.report.plan import show_plan, show_sections, table_lines
-from oomguard.report.progress import progress_lines
+from oomguard.report.progress import Lines, progress_lines
 from oomguard.search.problem import AIMS, Probe
 from oomguard.search.run import MAX_PROBES, TIMEOUT_SECONDS, Progress
 from oomguard.search.space import ALLOWED
@@ -142,6 +143,59 @@ def test_lengths_are_read_from_a_file(name: str, tmp_path: Path) -> None:
     assert oomguard.load_plan(path).spec.lengths == {100: 5000, 2000: 40}
 
 
+SALES = "shop,price,open,sold\n" + "a,1,1,5\n" * 3 + "b,2,0,4\n" * 7 + "c,2,1,4\n" * 3
+"""Three series, two of 3 steps and one of 7."""
+OF_SALES = "--model gru --features 2 --id shop --target sold"
+
+
+def test_lengths_are_those_of_the_data_as_train_would_cut_it(tmp_path: Path) -> None:
+    source, path = tmp_path / "sales.csv", tmp_path / "p.json"
+    source.write_text(SALES)
+    assert run(f"plan {OF_SALES} --data {source} --device t4 --output {path}".split()) == 0
+    spec = oomguard.load_plan(path).spec
+    assert (spec.steps, spec.lengths) == (7, {3: 2, 7: 1})
+    found = oomguard.find_feasible_config(
+        cell="gru", features=2, data=str(source), id="shop", target=("sold",), device="t4"
+    )
+    assert found.spec == spec
+
+
+@pytest.mark.parametrize(
+    ("words", "lengths"),
+    [
+        (f"{OF_SALES} --seq 20", {3: 2, 7: 1}),
+        (f"{OF_SALES} --seq 5 --truncate", {3: 2, 5: 1}),
+        (f"{OF_SALES} --seq 4 --stride 4", {3: 3, 4: 1}),
+        ("--model gru --features 2 --columns price,open --target sold --seq 5", {3: 1, 5: 2}),
+    ],
+)
+def test_a_length_that_is_given_cuts_the_data(words: str, lengths: dict[int, int], tmp_path: Path) -> None:
+    source, path = tmp_path / "sales.csv", tmp_path / "p.json"
+    source.write_text(SALES)
+    assert run(f"plan {words} --data {source} --device t4 --output {path}".split()) == 0
+    assert oomguard.load_plan(path).spec.lengths == lengths
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (f"{OF_SALES} --data sales.csv --seq 5", "must not be longer than the spec says (5 steps)"),
+        (f"{OF_SALES} --data sales.csv --lengths 5:1", "Leave --lengths or --data out."),
+        ("--model gru --features 2 --columns price,open --target sold --data sales.csv", "windows of --seq steps"),
+        (f"{OF_SALES} --data nowhere.csv", "nowhere.csv"),
+        (f"{OF_SALES} --seq 9", "Add --data"),
+        ("--model gru --lengths sales.csv", "give data itself as --data"),
+    ],
+)
+def test_data_that_gives_no_lengths_is_told(
+    words: str, told: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sales.csv").write_text(SALES)
+    assert run(f"plan {words} --device t4".split()) == 2
+    assert told in capsys.readouterr().err
+
+
 def test_an_array_of_lengths_is_read_from_a_file(tmp_path: Path, capsys: Capture) -> None:
     import numpy as np
 
@@ -177,7 +231,8 @@ WRONG = [
     ("--maximize throughputt", "Did you mean throughput?"),
     ("--maximize seq,seq", "several different ones"),
     ("--allow precison", "Did you mean precision?"),
-    ("--max-probes 0", "--max-probes must be"),
+    ("--max-probes 0", "--max-probes must be a whole number from 1 to 100,000"),
+    ("--max-probes 100001", "--max-probes must be a whole number from 1 to 100,000"),
     ("--max-probes many", "--max-probes must be"),
     ("--timeout never", "--timeout must be"),
     ("--budget lots", "--budget must be"),
@@ -242,7 +297,7 @@ def test_on_a_terminal_a_live_line_follows_the_search(tmp_path: Path) -> None:
     code, out, err = on_terminal(f"{TINY} --output {tmp_path / 'p.json'}")
     assert code == 0
     assert re.search(r"0 probes done, at most 1 min \d+ s left", err)
-    assert re.search(r"T = 30, microbatch \d, segments \d+.*: [\d.]+ MiB of [\d.]+ [GM]iB", err)
+    assert re.search(r"[\d.]+ MiB of [\d.]+ [GM]iB: T = 30, microbatch \d, segments \d+", err)
     assert re.search(r"1 probe done, best [\d,]+ tokens/s", err)
     assert out.startswith("Plan for gru")
 
@@ -298,6 +353,16 @@ def test_words_that_are_too_long_go_on_in_their_column() -> None:
     assert table_lines(table, 24) == ["words             figure", "one two three          1", "four five six"]
 
 
+def test_what_a_plan_says_does_not_steer_the_terminal(tmp_path: Path, capsys: Capture) -> None:
+    plan = reckoned()
+    named = msgspec.structs.replace(plan.environment, title="T4\x1b]0;owned\x07\x9b2J")
+    path = oomguard.save_plan(msgspec.structs.replace(plan, environment=named), tmp_path / "p.json")
+    assert run(["show", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "T4\\x1b]0;owned\\x07\\x9b2J" in "".join(out.split())
+    assert {one for one in out if not one.isprintable()} == {"\n"}
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -305,7 +370,7 @@ def test_words_that_are_too_long_go_on_in_their_column() -> None:
         (lambda text: text[:500], "is not one"),
         (lambda text: text.replace('"version": 1', '"version": 2'), "has version 2"),
         (lambda text: text.replace('"budget_bytes"', '"budget"', 1), "does not have the right form"),
-        (lambda text: text.replace('"total_bytes": ', '"total_bytes": 1', 1), "is not what its knobs give"),
+        (lambda text: text.replace('"total_bytes": ', '"total_bytes": 1', 1), "estimate is not what the knobs give"),
     ],
     ids=["empty", "cut", "version", "field", "figure"],
 )
@@ -370,6 +435,16 @@ def test_several_running_probes_have_a_line_each() -> None:
     found = Progress(probes=3, running=tuple(probes), best=None, seconds_left=61, budget_bytes=2 * GIB)
     assert progress_lines(found, 61) == [
         "3 probes done, at most 1 min 1 s left",
-        "  trying T = 10,000, microbatch 8, segments 1: 1.00 GiB of 2.00 GiB",
-        "  trying T = 10,000, microbatch 16, segments 1: 1.00 GiB of 2.00 GiB",
+        "  trying 1.00 GiB of 2.00 GiB: T = 10,000, microbatch 8, segments 1",
+        "  trying 1.00 GiB of 2.00 GiB: T = 10,000, microbatch 16, segments 1",
     ]
+
+
+def test_a_narrow_terminal_shows_what_a_probe_needs_of_the_budget() -> None:
+    candidate = Candidate(microbatch=1024, segments=16_384, levels=3)
+    spec = oomguard.Spec(cell="lstm", seq=10_000_000, batch=1024)
+    probe = Probe(spec=spec, candidate=candidate, role="confirm", passes=1, peak_bytes=1000 * GIB, seconds_per_pass=1)
+    lines = Lines(Console(width=60, file=io.StringIO()))
+    lines.take(Progress(probes=3, running=(probe,), best=None, seconds_left=61, budget_bytes=2000 * GIB))
+    lines.console.print(lines.render())
+    assert "1,000.00 GiB of 1.95 TiB" in lines.console.file.getvalue()  # type: ignore[attr-defined]

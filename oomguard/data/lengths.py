@@ -1,21 +1,60 @@
-"""Histograms of lengths for the planner (`Spec.lengths`): from a source, or from a file. Nothing here needs torch."""
+"""Histograms of lengths for the planner (`Spec.lengths`): from data, or from a file. Nothing here needs torch."""
 
 import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from oomguard.checks import shown
+from oomguard.data.open import open_source
+from oomguard.data.options import DataOptions
+from oomguard.data.rows import Rows
 from oomguard.data.source import Ints, Source, nothing_in, unreadable
 from oomguard.errors import MisuseError
-from oomguard.spec import MAX_SEQ
+from oomguard.spec import MAX_SEQ, Spec, longest_seq
 
 MOST = 256
 """Different lengths in a histogram: more would make the planner slow, and no plan better."""
+UNKNOWN = {1: 1}
+"""The histogram of a spec that is to have that of its data."""
+CUTTING = (
+    *("format", "columns", "target", "ahead", "id", "targets", "stride", "nan"),
+    *("characters", "vocabulary", "truncate", "limit", "cache"),
+)
+"""Options of data that decide on what sequences it has."""
 _LINE = re.compile(rb"\s*(\d{1,18})\s*(?:[:,;\t ]\s*(\d{1,18})\s*)?")
 _LONGEST_LINE = 1000
+
+
+def spec_for(spec: Spec, data: Any, options: DataOptions) -> Spec:
+    """The spec with the lengths that the data has, as a training would cut it; `spec.lengths` is `UNKNOWN`.
+
+    Without a length of its own (beyond that of `UNKNOWN`) its longest sequence is that of the data.
+
+    >>> series = np.zeros((5, 40, 3), dtype=np.float32)
+    >>> spec_for(Spec(cell="gru", features=2, lengths=UNKNOWN), series, DataOptions()).lengths
+    {40: 5}
+    """
+    if spec.lengths != UNKNOWN:
+        raise MisuseError(
+            rule="The lengths of sequences come from a histogram or from data",
+            got="got both",
+            advice="Leave --lengths or --data out.",
+        )
+    known = spec.steps > max(UNKNOWN)
+    seq = spec.steps if known else longest_seq(spec)
+    source = open_source(data, msgspec.structs.replace(spec, seq=seq, lengths=None), options)
+    if not known and isinstance(source, Rows) and (source.store.long or options.stride is not None):
+        raise MisuseError(
+            rule="One long series is cut into windows of --seq steps",
+            got="there is no --seq",
+            advice="Add it, or name the column that says which series a row belongs to as --id.",
+        )
+    lengths = lengths_histogram(source)
+    return msgspec.structs.replace(spec, seq=spec.steps if known else max(lengths), lengths=lengths)
 
 
 def lengths_histogram(source: Source, most: int = MOST) -> dict[int, int]:
@@ -98,5 +137,5 @@ def _no_length(place: str, value: Any) -> MisuseError:
     return MisuseError(
         rule=f"A length must be a whole number from 1 to {MAX_SEQ:,}, alone or as length:count",
         got=f"{place} is {shown(value)}",
-        advice="Correct the file.",
+        advice="Correct the file, or give data itself as --data.",
     )

@@ -3,28 +3,34 @@
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 
 from oomguard.calibrate import Calibration
-from oomguard.candidate import Candidate, make_candidate
+from oomguard.candidate import Candidate
 from oomguard.device.budget import Budget
 from oomguard.estimate.breakdown import Estimate, estimate_step
+from oomguard.plan.agree import BUCKETS_KEEP, differing
 from oomguard.plan.ladder import make_ladder
 from oomguard.plan.value import (
+    Aim,
+    Allowed,
     Bought,
     Bucket,
     Calibrated,
+    Ended,
     Environment,
     Expected,
     Padding,
     Plain,
     Plan,
     Point,
+    Rung,
     Where,
     figures,
+    plain_candidate,
 )
 from oomguard.probe.record import Record, torch_version
 from oomguard.search.buckets import Part, bucket, padded_tokens
@@ -72,14 +78,14 @@ def make_plan(found: Found, facts: Facts, exports: "Exports") -> Plan | None:
     before = Calibration(spec, [one for one in records if one is not record], problem.place, problem.cached)
     estimate = estimate_step(spec, candidate, problem.place)
     own = [one for one in records if one.steps]
-    return Plan(
+    plan = Plan(
         spec=spec,
         candidate=candidate,
         where=Where.of(problem.place),
         budget_bytes=problem.budget_bytes,
         asked_budget_bytes=facts.asked_budget_bytes,
-        maximize=problem.maximize,
-        allow=facts.allow,
+        maximize=cast("tuple[Aim, ...]", problem.maximize),
+        allow=cast("tuple[Allowed, ...]", facts.allow),
         fixed=facts.fixed,
         estimate=figures(estimate),
         expected=_expected(before, estimate, timed=bool(own)),
@@ -87,20 +93,21 @@ def make_plan(found: Found, facts: Facts, exports: "Exports") -> Plan | None:
         calibration=Calibrated(
             records=len(own), cached=len(problem.cached), stale=found.stale, ratio=_ratio(estimate, before)
         ),
-        fallbacks=make_ladder(view, row, problem.place, timed=bool(own)),
-        plain=_plain(problem, spec, records),
+        fallbacks=_fallbacks(problem, view, row, timed=bool(own)),
+        plain=_plain(problem, spec, records, facts.cores, timed=bool(own)),
         bought=_bought(view, row, timed=bool(own)),
         enough_rows=_enough_rows(view, row) if own else None,
         **_by_length(problem, records, candidate, timed=bool(own)),
-        front=_front(problem, records) if len(problem.maximize) > 1 else (),
+        front=_front(problem, records, timed=bool(own)) if len(problem.maximize) > 1 else (),
         probes=len(records),
         ooms=count_ooms(records),
         records=tuple(records),
-        ended=found.ended,
+        ended=cast("Ended", found.ended),
         seconds=round(found.seconds, 3),
         environment=_environment(facts, problem, records),
         exports=exports(candidate),
     )
+    return msgspec.structs.replace(plan, front=_as_told(plan))
 
 
 Exports = Any
@@ -138,12 +145,21 @@ def _ratio(estimate: Estimate, calibration: Calibration) -> float:
     return round(float(peak_bytes - runtime_bytes) / max(1, int(estimate.total_bytes) - runtime_bytes), 4)
 
 
-def _plain(problem: Problem, spec: Spec, records: Sequence[Record]) -> Plain:
+def _fallbacks(problem: Problem, view: Screened, row: int, *, timed: bool) -> tuple[Rung, ...]:
+    """The ladder; what ran may need less than is expected of it, and what is expected over the budget helps nobody."""
+    ladder = make_ladder(view, row, problem.place, timed=timed)
+    return tuple(rung for rung in ladder if rung.expected.peak_bytes <= problem.budget_bytes)
+
+
+def _plain(problem: Problem, spec: Spec, records: Sequence[Record], cores: int, *, timed: bool) -> Plain:
     """The whole batch in one pass, with what PyTorch does by itself."""
-    usual = {"allocator": "plain"} if problem.place.cuda else {"allocator": "steady"}
-    candidate = make_candidate(spec, **usual)
+    candidate = plain_candidate(spec, cuda=problem.place.cuda, cores=cores)
+    calibration = Calibration(spec, records, problem.place, problem.cached)
+    seconds = _expected(calibration, estimate_step(spec, candidate, problem.place), timed=timed).seconds_per_step
+    if not problem.place.cuda:  # the C heap as it comes errs by far more: its peak is told as that of a steady one
+        candidate = msgspec.structs.replace(candidate, allocator="steady")
     estimate = estimate_step(spec, candidate, problem.place)
-    expected = _expected(Calibration(spec, records, problem.place, problem.cached), estimate, timed=bool(records))
+    expected = msgspec.structs.replace(_expected(calibration, estimate, timed=False), seconds_per_step=seconds)
     fits = bool(estimate.runs) and expected.peak_bytes + expected.margin_bytes <= problem.budget_bytes
     return Plain(estimate=figures(estimate), expected=expected, fits=fits)
 
@@ -185,6 +201,12 @@ def _by_length(problem: Problem, records: Sequence[Record], chosen: Candidate, *
     if lengths is None or len(lengths) < 2 or "seq" in problem.maximize:
         return {}
     found = bucket(problem, records, chosen)
+    # if the records leave nothing in this setting for some lengths, all are run as the longest
+    if any(
+        differing(one.candidate, chosen, BUCKETS_KEEP) or one.peak_bytes + one.margin_bytes > problem.budget_bytes
+        for one in found
+    ):
+        return {}
     buckets = tuple(
         Bucket(
             longest=one.part.longest,
@@ -202,10 +224,12 @@ def _by_length(problem: Problem, records: Sequence[Record], chosen: Candidate, *
     whole = Part(longest=max(lengths), lengths=lengths)
     after = sum(padded_tokens(one.part, one.candidate.microbatch) for one in found)
     before = padded_tokens(whole, chosen.microbatch)
-    return {"buckets": buckets, "padding": Padding(before=1 - real / before, after=1 - real / after)}
+    # sums of powers round: where there is no padding, it may come out a little below
+    padding = Padding(before=max(0.0, 1 - real / before), after=max(0.0, 1 - real / after))
+    return {"buckets": buckets, "padding": padding}
 
 
-def _front(problem: Problem, records: Sequence[Record]) -> tuple[Point, ...]:
+def _front(problem: Problem, records: Sequence[Record], *, timed: bool) -> tuple[Point, ...]:
     """Points from the asked length to the largest that fits, of which none beats another in all aims."""
     points: list[tuple[tuple[float, ...], Point]] = []
     for view in _views(problem, records):
@@ -218,7 +242,7 @@ def _front(problem: Problem, records: Sequence[Record]) -> tuple[Point, ...]:
                 expected=Expected(
                     peak_bytes=int(view.peak_bytes[row]),
                     margin_bytes=int(view.safe_bytes[row] - view.peak_bytes[row]),
-                    seconds_per_step=seconds if records else None,
+                    seconds_per_step=seconds if timed else None,
                 ),
                 throughput=throughput,
                 tokens_per_second=throughput * view.spec.steps,
@@ -229,6 +253,28 @@ def _front(problem: Problem, records: Sequence[Record]) -> tuple[Point, ...]:
         point
         for worth, point in points
         if not any(other != worth and all(a >= b for a, b in zip(other, worth, strict=True)) for other, _ in points)
+    )
+
+
+def _as_told(plan: Plan) -> tuple[Point, ...]:
+    """The front, in the time that the plan tells of its own candidate.
+
+    The search compares by the fastest pass, and a plan tells what steps took: one candidate would have two times.
+    """
+    own = [one for one in plan.front if (one.seq, one.candidate) == (plan.spec.steps, plan.candidate)]
+    if plan.seconds_per_step is None or not own or own[0].expected.seconds_per_step is None:
+        return plan.front
+    longer = plan.seconds_per_step / own[0].expected.seconds_per_step
+    return tuple(_slowed(one, longer) for one in plan.front)
+
+
+def _slowed(point: Point, times: float) -> Point:
+    seconds = point.expected.seconds_per_step
+    return msgspec.structs.replace(
+        point,
+        expected=msgspec.structs.replace(point.expected, seconds_per_step=None if seconds is None else seconds * times),
+        throughput=point.throughput / times,
+        tokens_per_second=point.tokens_per_second / times,
     )
 
 

@@ -27,7 +27,7 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
     """What would lower the least that is needed."""
 
     change: str
-    """In words, as flags: `--allow window`, `--seq 4000`."""
+    """As flags, `--allow window`, or in words where no flag alone does it: `sequences cut to 4,000 steps`."""
     needed_bytes: int
     """The least that would then be needed, margin included."""
     fits: bool
@@ -165,4 +165,6 @@ def _shorter(problem: Problem, records: Sequence[Record]) -> list[Way]:
     if low < WORTH_STEPS:
         return []
     shorter = replace(problem, spec=with_steps(problem.spec, low))
-    return [_way(shorter, records, f"--seq {low}", allowed=False)]
+    # --seq does not cut a histogram; data can be cut while it is read
+    cut = f"sequences cut to {low:,} steps (of --data: --seq {low} --truncate)"
+    return [_way(shorter, records, f"--seq {low}" if problem.spec.lengths is None else cut, allowed=False)]

@@ -1,19 +1,31 @@
 """Plan: what to run, why, and what to fall back to. Data alone: nothing in a plan is ever executed."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from oomguard.candidate import Candidate
+from oomguard.candidate import Candidate, make_candidate
 from oomguard.device.budget import Limit
 from oomguard.estimate.breakdown import Estimate
 from oomguard.estimate.engines.cudnn import Platform
 from oomguard.estimate.place import Place
 from oomguard.probe.record import Record
 from oomguard.spec import Spec
+from oomguard.units import MAX_BYTES
 
 VERSION = 1
 """Of the file's format."""
+Aim = Literal["throughput", "microbatch", "seq"]
+Allowed = Literal["precision", "window", "8bit"]
+Ended = Literal["done", "max-probes", "timeout", "interrupted", "estimate"]
+# a file may have been changed by hand: what no plan can have is refused where it is read, with its place
+Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
+Some = Annotated[int, msgspec.Meta(ge=1, le=1 << 60)]
+"""Of what there is at least one."""
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
+Amount = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
+Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 
 
 class Where(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,13 +35,13 @@ class Where(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """As `--device` takes it."""
     cuda: bool
     """Whether it is a card."""
-    runtime_bytes: int
+    runtime_bytes: Size
     """What is there before any model."""
-    cublas_bytes: int = 0
+    cublas_bytes: Size = 0
     """One cuBLAS workspace."""
     capability: tuple[int, int] | None = None
     """The card's compute capability."""
-    multiprocessors: int | None = None
+    multiprocessors: Some | None = None
     """The card's."""
 
     @classmethod
@@ -63,15 +75,15 @@ class Where(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Figures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An estimate, as a plan keeps it: by arithmetic alone, before any calibration."""
 
-    total_bytes: int
+    total_bytes: Size
     """The peak."""
-    terms: dict[str, int]
+    terms: dict[str, Size]
     """Its summands."""
     moment: str
     """When it happens."""
     engine: str
     """The kernel that runs the cell."""
-    host_bytes: int = 0
+    host_bytes: Size = 0
     """CUDA: of the host's memory, beside that."""
 
 
@@ -89,11 +101,11 @@ def figures(estimate: Estimate) -> Figures:
 class Expected(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is expected of a candidate, by what was measured of others."""
 
-    peak_bytes: int
+    peak_bytes: Size
     """The calibrated peak."""
-    margin_bytes: int
+    margin_bytes: Size
     """What is added because it may err. Peak and margin are within the budget."""
-    seconds_per_step: float | None
+    seconds_per_step: Seconds | None
     """An optimizer step of the whole batch; None if nothing has been timed."""
 
 
@@ -111,9 +123,9 @@ class Rung(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How sequences up to some length are run."""
 
-    longest: int
+    longest: Some
     """Steps of the longest sequence in it."""
-    sequences: int
+    sequences: Some
     """How many of the data are in it."""
     candidate: Candidate
     """Its microbatch and its segments, in the setting of the plan's candidate."""
@@ -124,24 +136,24 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Padding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The share of all computed tokens that is padding."""
 
-    before: float
+    before: Share
     """If microbatches are drawn at random."""
-    after: float
+    after: Share
     """If each is drawn from one bucket."""
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A point of the front: nothing that fits is better in one aim without being worse in another."""
 
-    seq: int
+    seq: Some
     """Steps of its sequences."""
     candidate: Candidate
     """The candidate."""
     expected: Expected
     """What is expected of it."""
-    throughput: float
+    throughput: Amount
     """Sequences of that length per second."""
-    tokens_per_second: float
+    tokens_per_second: Amount
     """Time steps of sequences per second."""
 
 
@@ -154,9 +166,9 @@ class Bought(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """What it was turned to."""
     exact: Candidate | None
     """The best candidate without it; None if none fits, or if it was fixed."""
-    speedup: float | None
+    speedup: Amount | None
     """How many times faster it is than that; None if that is not known, or there is none."""
-    saved_bytes: int | None
+    saved_bytes: Annotated[int, msgspec.Meta(ge=-MAX_BYTES, le=MAX_BYTES)] | None
     """How much lower its peak is."""
 
 
@@ -169,6 +181,15 @@ class Plain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """What is expected of it."""
     fits: bool
     """Whether that is within the budget."""
+
+
+def plain_candidate(spec: Spec, *, cuda: bool, cores: int) -> Candidate:
+    """What PyTorch would do by itself: all cores, and the allocator as it comes.
+
+    >>> plain_candidate(Spec(cell="gru", seq=9), cuda=False, cores=2).threads
+    2
+    """
+    return make_candidate(spec, allocator="plain", threads=None if cuda else cores)
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -190,7 +211,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """As `--device` takes it."""
     title: str
     """The processor's or the card's name."""
-    cores: int
+    cores: Some
     """Processors that the process may use."""
     limits: tuple[Limit, ...]
     """Everything that limits memory there, as it was found."""
@@ -199,13 +220,13 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class Calibrated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the records corrected."""
 
-    records: int
+    records: Count
     """Of this model, in this search."""
-    cached: int
+    cached: Count
     """Records of earlier searches that helped."""
     stale: bool
     """Whether records of earlier searches contradicted the new ones and were dropped."""
-    ratio: float
+    ratio: Amount
     """The calibrated peak over the estimate, both without the runtime."""
 
 
@@ -230,13 +251,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """How."""
     where: Where
     """On what."""
-    budget_bytes: int
+    budget_bytes: Size
     """What the training process may use there."""
-    asked_budget_bytes: int | None = None
+    asked_budget_bytes: Size | None = None
     """What the user said it may use, if so; less was free if this is more."""
-    maximize: tuple[str, ...]
+    maximize: Annotated[tuple[Aim, ...], msgspec.Meta(min_length=1)]
     """What is best."""
-    allow: tuple[str, ...]
+    allow: tuple[Allowed, ...]
     """The lossy knobs that were allowed."""
     fixed: dict[str, bool | int | str | None] = {}
     """Knobs that the user fixed: they were not searched."""
@@ -254,7 +275,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """What PyTorch would do by itself."""
     bought: tuple[Bought, ...] = ()
     """What lossy knobs bought, if any is turned."""
-    enough_rows: int | None = None
+    enough_rows: Some | None = None
     """The microbatch beyond which speed grows by less than 2 %."""
     buckets: tuple[Bucket, ...] = ()
     """With a histogram of lengths: how each bucket is run."""
@@ -262,15 +283,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """With a histogram of lengths."""
     front: tuple[Point, ...] = ()
     """With several aims."""
-    probes: int
+    probes: Count
     """How many were run."""
-    ooms: int
+    ooms: Count
     """How many ran out of memory."""
     records: tuple[Record, ...]
     """All of them."""
-    ended: str
+    ended: Ended
     """Why the search ended: done, max-probes, timeout, interrupted; `estimate` if nothing was run."""
-    seconds: float
+    seconds: Amount
     """What the search took (the last time it was started)."""
     environment: Environment
     """Where it was made."""

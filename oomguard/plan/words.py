@@ -66,10 +66,18 @@ def known_words(plan: Plan) -> str:
     if plan.confirmed and record is not None:
         return f"measured, {times(record.passes, 'pass', 'es')} at full length"
     if record is not None:
-        return f"expected; it ran with T = {record.spec.steps:,}"
+        return f"expected; it ran with {_length_words(plan, record.spec.steps)}"
+    longest = max((one.spec.steps for one in plan.records if one.verdict.ran), default=plan.spec.steps)
     if plan.calibration.records:
-        return f"expected by {times(plan.calibration.records, 'probe')} of other candidates"
+        words = f"expected by {times(plan.calibration.records, 'probe')} of other candidates"
+        return f"{words}, the longest with {_length_words(plan, longest)}" if longest < plan.spec.steps else words
     return "expected by earlier searches" if plan.calibration.cached else "by arithmetic alone"
+
+
+def _length_words(plan: Plan, steps: int) -> str:
+    """A length that ran, beside the one that is planned: it may be far from it."""
+    percent = round(100 * steps / plan.spec.steps)
+    return f"T = {steps:,}, {percent if percent else 'less than 1'} % of that"
 
 
 def _speed(plan: Plan) -> list[str]:

@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from oomguard.checks import visible
 from oomguard.units import format_bytes
 
 if TYPE_CHECKING:  # imported where it is used: with --json nobody waits for it
@@ -31,8 +32,8 @@ def printer(console: "Console") -> Callable[..., None]:
 
 
 def safe(text: str, console: "Console") -> str:
-    """The text in letters that the terminal has."""
-    return text if console.encoding.startswith("utf") else text.translate(ASCII)
+    """The text in letters that the terminal has, and that it shows."""
+    return visible(text if console.encoding.startswith("utf") else text.translate(ASCII))
 
 
 def row(name: str, size_bytes: int) -> str:

@@ -78,5 +78,6 @@ def _probe_words(probe: Probe, budget_bytes: int) -> str:
     knobs = probe.candidate
     pieces = pieces_words(knobs) if knobs.window is not None else f"segments {pieces_words(knobs)}"
     what = f"T = {probe.spec.steps:,}, microbatch {knobs.microbatch:,}, {pieces}"
+    # a narrow terminal crops the end of a line: memory, which the search is about, comes before it
     memory = f"{format_bytes(probe.peak_bytes)} of {format_bytes(budget_bytes)}"
-    return f"  {ROLES[probe.role]} {what}: {memory}"
+    return f"  {ROLES[probe.role]} {memory}: {what}"

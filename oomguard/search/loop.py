@@ -6,6 +6,7 @@ in a storage that survives a kill, and that optuna-dashboard can show.
 """
 
 import os
+import re
 import socket
 import time
 import warnings
@@ -83,7 +84,7 @@ class Book:
         except Exception as error:  # whatever the database's driver raises
             raise MisuseError(
                 rule="The storage must be a URL that Optuna takes, such as sqlite:///study.db",
-                got=f"{storage} cannot be opened ({str(error).splitlines()[0]})",
+                got=_masked(f"{storage} cannot be opened ({str(error).splitlines()[0]})"),
                 advice="Give another --storage, or another directory to --ledger.",
             ) from None
         with warnings.catch_warnings():  # the names are for the dashboard; Optuna calls that experimental
@@ -154,6 +155,16 @@ class Book:
 def storage_in(directory: Path) -> str:
     """The storage of a ledger's directory."""
     return f"sqlite:///{directory / STUDY}"
+
+
+def _masked(text: str) -> str:
+    """Without the passwords of the URLs in it: messages end in logs.
+
+    >>> _masked("mysql://me:secret@db/study cannot be opened"), _masked("mysql://db/study?password=secret&x=1")
+    ('mysql://me:***@db/study cannot be opened', 'mysql://db/study?password=***&x=1')
+    """
+    text = re.sub(r"(://[^:/@\s]*:)\S+@", r"\1***@", text)
+    return re.sub(r"(?i)(passw(?:or)?d=)[^&\s)]+", r"\1***", text)
 
 
 def _born(pid: int) -> str:

@@ -9,9 +9,11 @@ from data.making import numbers, saved, spec, written
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomguard.data.lengths import MOST, histogram, lengths_histogram, read_lengths
+from oomguard.data.lengths import CUTTING, MOST, UNKNOWN, histogram, lengths_histogram, read_lengths, spec_for
 from oomguard.data.open import open_source
+from oomguard.data.options import DataOptions
 from oomguard.errors import MisuseError
+from oomguard.flags import CUT
 from oomguard.spec import Spec
 
 
@@ -19,6 +21,18 @@ def test_a_source_has_a_histogram_that_a_spec_takes() -> None:
     source = open_source(numbers(11, 3), spec())
     assert lengths_histogram(source) == {3: 1, 4: 2}
     assert Spec(cell="gru", lengths=lengths_histogram(source)).steps == 4
+
+
+@pytest.mark.parametrize("data", [[np.zeros((n, 3)) for n in (3, 9)], numbers(2, 9, 3)], ids=["pairs", "array"])
+def test_data_from_python_gives_a_spec_its_lengths(data: Any) -> None:
+    given = data if isinstance(data, np.ndarray) else [(one[:, :2], one[:, 2]) for one in data]
+    found = spec_for(spec(seq=None, lengths=UNKNOWN), given, DataOptions())
+    assert found == spec(seq=9, lengths={9: 2} if isinstance(data, np.ndarray) else {3: 1, 9: 1})
+
+
+def test_options_that_decide_on_the_sequences_are_flags_of_a_plan() -> None:
+    assert {*CUTTING} <= {*DataOptions.__struct_fields__}
+    assert {one.name for one in CUT[1:]} == {*CUTTING} - {"limit"}
 
 
 @given(st.lists(st.integers(1, 10**9), min_size=1, max_size=400), st.integers(1, 300))

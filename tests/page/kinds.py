@@ -23,7 +23,7 @@ ATTACKS = (
 """Texts that try to become a part of the page."""
 FREE = {
     *("oomguard", "torch", "library", "driver", "python", "system", "device", "title", "name", "source"),
-    *("message", "error", "moment", "engine", "ended", "value", "knob", "maximize", "allow"),
+    *("message", "error", "moment", "engine", "value", "knob"),
 }
 """Fields that may hold any text."""
 CHECKED = {"candidate", "exact", "spec"}

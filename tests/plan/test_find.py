@@ -12,6 +12,7 @@ import oomguard
 from oomguard.asked import find_budget
 from oomguard.errors import MisuseError
 from oomguard.estimate.place import resident_within
+from oomguard.plan import find
 from oomguard.plan.find import Question
 from oomguard.search.run import Limits
 from oomguard.spec import Spec
@@ -82,6 +83,27 @@ def test_an_engine_that_the_device_does_not_have_is_refused(engine: str, rig: Ri
     assert has_three_beats(error)
     assert f"but got --engine {engine}" in str(error)
     assert rig.records == []
+
+
+@pytest.mark.parametrize("name", ["device", "maximize", "allow"])
+@pytest.mark.parametrize("value", [None, 3, [None], b"seq"], ids=str)
+def test_what_is_no_word_is_told(name: str, value: Any) -> None:
+    error = attempt(lambda: oomguard.find_feasible_config(GRU, **{name: value}) and None)
+    assert has_three_beats(error)
+    assert f"--{name} takes a name, or several, but got {value!r}" in str(error)
+
+
+def test_a_time_limit_is_seconds_or_a_duration(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(find, "find_plan", lambda question, *_: asked.append(question.limits.seconds))
+    for timeout in (300.0, "5min", "300"):
+        oomguard.find_feasible_config(GRU, timeout=timeout)
+    assert asked == [300.0] * 3
+
+
+@pytest.mark.parametrize("timeout", ["soon", None, 0])
+def test_what_is_no_time_is_told(timeout: Any) -> None:
+    assert has_three_beats(attempt(lambda: oomguard.find_feasible_config(GRU, timeout=timeout) and None))
 
 
 def test_words_are_taken_as_a_list_or_with_commas() -> None:

@@ -1,6 +1,7 @@
 """What a plan is made of: the chosen candidate, what was expected of it, and what it is compared with."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -9,11 +10,14 @@ import pytest
 from plan.searched import GRU, LSTM, PROBLEMS, make, on_the_card, searched
 from search.machine import Machine, make_problem, solve
 
+from oomguard.calibrate import Calibration
 from oomguard.candidate import check_candidate, make_candidate
 from oomguard.estimate.breakdown import estimate_step
+from oomguard.plan import make as made
 from oomguard.plan.value import Plan, Point, figures
 from oomguard.probe.record import Record
 from oomguard.probe.verdict import Verdict
+from oomguard.search.buckets import Bucketed, bucket
 from oomguard.search.screen import SETTING, rows_like, screen
 from oomguard.search.shorten import with_steps
 from oomguard.spec import Spec
@@ -55,6 +59,17 @@ def test_what_was_expected_came_true_within_its_margin(name: str) -> None:
     assert plan.expected.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.05)
 
 
+def test_a_fallback_that_is_expected_to_be_over_the_budget_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, records, plan = searched("lstm in 600 MiB")
+    first, *rest = plan.fallbacks
+    over = msgspec.structs.replace(first.expected, peak_bytes=problem.budget_bytes + 1)
+    ladder = (msgspec.structs.replace(first, expected=over), *rest)
+    monkeypatch.setattr(made, "make_ladder", lambda *_, **__: ladder)
+    again = make(problem, [*records])
+    assert again is not None
+    assert again.fallbacks == tuple(rest)
+
+
 @each
 def test_the_estimate_is_that_of_the_candidate(name: str) -> None:
     problem, _, plan = searched(name)
@@ -69,6 +84,13 @@ def test_plain_is_the_whole_batch_at_once_in_fp32(name: str) -> None:
     assert plan.plain.estimate == figures(estimate_step(problem.spec, usual, problem.place))
     safe_bytes = plan.plain.expected.peak_bytes + plan.plain.expected.margin_bytes
     assert plan.plain.fits == (safe_bytes <= problem.budget_bytes)
+
+
+def test_plain_is_timed_with_all_cores_and_the_allocator_as_it_comes() -> None:
+    problem, records, plan = searched("lstm in 20 GiB")
+    usual = make_candidate(problem.spec, allocator="plain", threads=2)
+    found = Calibration(problem.spec, records, problem.place).predict(estimate_step(problem.spec, usual, problem.place))
+    assert plan.plain.expected.seconds_per_step == float(found.seconds_per_step)
 
 
 def test_plain_fits_where_there_is_room_and_does_not_where_there_is_not() -> None:
@@ -169,6 +191,29 @@ def test_no_point_of_a_front_beats_another_and_all_fit(aims: tuple[str, ...]) ->
         check_candidate(msgspec.structs.replace(GRU, seq=one.seq), one.candidate)
 
 
+@pytest.mark.parametrize("aims", [("throughput", "seq"), ("throughput", "microbatch")], ids=",".join)
+def test_the_chosen_candidate_has_one_time_in_the_plan_and_in_its_front(aims: tuple[str, ...]) -> None:
+    problem = make_problem(GRU, 420 * MIB, maximize=aims)
+    slower = [msgspec.structs.replace(one, seconds_per_step=(one.seconds_per_step or 0) * 1.04)
+              for one in solve(Machine(), problem)]  # fmt: skip
+    plan = make(problem, slower)
+    assert plan is not None
+    own = [one for one in plan.front if (one.seq, one.candidate) == (plan.spec.steps, plan.candidate)]
+    assert [one.expected.seconds_per_step for one in own] == [pytest.approx(plan.seconds_per_step)]
+    assert own[0].throughput == pytest.approx(plan.throughput)
+
+
+def test_probes_that_told_no_time_give_none_to_anything() -> None:
+    problem = make_problem(GRU, 420 * MIB, maximize=("throughput", "microbatch"))
+    ran = Machine().run(GRU, make_candidate(GRU, threads=2, engine="native", allocator="steady"), 1)
+    late = {"verdict": Verdict.TIMEOUT, "steps": 0, "seconds_per_step": None, "fastest_pass_seconds": None}
+    plan = make(problem, [msgspec.structs.replace(ran, tokens_per_second=None, **late)])
+    assert plan is not None
+    told = [plan.expected, plan.plain.expected, *(one.expected for one in plan.front)]
+    told += [one.expected for one in plan.fallbacks]
+    assert {one.seconds_per_step for one in told} == {None}
+
+
 def test_with_one_aim_there_is_no_front() -> None:
     assert all(searched(name)[2].front == () for name in PROBLEMS)
 
@@ -214,6 +259,26 @@ def test_buckets_have_all_sequences_and_fit_and_pad_less() -> None:
     for one in plan.buckets:
         check_candidate(with_steps(plan.spec, one.longest), one.candidate)
         assert one.expected.peak_bytes + one.expected.margin_bytes <= plan.budget_bytes
+
+
+@pytest.mark.parametrize("wrong", [{"precision": "bf16"}, {"threads": 9}], ids=str)
+def test_where_a_bucket_would_need_another_setting_there_are_none(
+    wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other(*asked: Any) -> list[Bucketed]:
+        first, *rest = bucket(*asked)
+        return [replace(first, candidate=msgspec.structs.replace(first.candidate, **wrong)), *rest]
+
+    monkeypatch.setattr(made, "bucket", other)
+    plan = bucketed()
+    assert (plan.buckets, plan.padding) == ((), None)
+
+
+def test_sequences_of_two_lengths_that_are_never_mixed_have_no_padding() -> None:
+    plan = make(make_problem(Spec(cell="gru", hidden=128, lengths={7: 3, 1000: 1}), 420 * MIB), [])
+    assert plan is not None
+    assert plan.padding is not None
+    assert 0 <= plan.padding.after < 1e-9
 
 
 def test_longer_sequences_than_there_are_have_no_buckets() -> None:

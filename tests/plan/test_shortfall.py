@@ -122,6 +122,16 @@ def test_the_length_that_is_named_fits_and_a_little_more_does_not() -> None:
     assert way.needed_bytes == least(replace(problem, spec=with_steps(LSTM, steps)))
 
 
+def test_sequences_of_many_lengths_are_told_to_be_cut_since_seq_does_not_cut_them() -> None:
+    spec = Spec(cell="lstm", hidden=512, lengths={1000: 9, 20_000: 1})
+    problem, found = short(900 * MIB, spec, **ONE_PIECE)
+    way = next(one for one in found.ways if "steps" in one.change)
+    steps = int(way.change.split()[3].replace(",", ""))
+    assert way.change == f"sequences cut to {steps:,} steps (of --data: --seq {steps} --truncate)"
+    assert way.needed_bytes == least(replace(problem, spec=with_steps(spec, steps)))
+    assert not any(one.change.startswith("--seq") for one in found.ways)
+
+
 def test_what_was_allowed_already_is_told_so() -> None:
     _, found = short(700 * MIB, allow=("window",), **ONE_PIECE | {"microbatch": 32})
     assert {way.allowed for way in found.ways if way.change == "--allow window"} <= {True}

@@ -67,12 +67,19 @@ def test_a_summary_has_no_tables() -> None:
     assert all(one.table is None for one in summarize(measured()))
 
 
+def unrun(plan: Plan) -> Plan:
+    """As if another candidate had run."""
+    return msgspec.structs.replace(plan, record=None)
+
+
 @pytest.mark.parametrize(
     ("plan", "how"),
     [
         (reckoned(), "(by arithmetic alone)."),
-        (shorter(), "(expected; it ran with T = 500), about 20.0 s a step,"),
+        (shorter(), "(expected; it ran with T = 500, 5 % of that), about 20.0 s a step,"),
+        (shorter(reckoned(seq=1_000_000)), "(expected; it ran with T = 500, less than 1 % of that)"),
         (measured(record=None), "(expected by 1 probe of other candidates)"),
+        (unrun(shorter()), "(expected by 1 probe of other candidates, the longest with T = 500, 5 % of that)"),
     ],
 )
 def test_a_peak_says_how_it_is_known(plan: Plan, how: str) -> None:

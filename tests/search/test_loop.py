@@ -151,6 +151,16 @@ def test_the_first_value_that_is_noted_stays(storage: str) -> None:
 # a storage
 
 
+@pytest.mark.parametrize(
+    "url",
+    ["nosuch://me:s3cret@nowhere/study", "nosuch://me:s3c@ret@nowhere/study", "nosuch://nowhere/a?password=s3cret"],
+)
+def test_a_storage_that_cannot_be_opened_is_told_without_its_password(url: str) -> None:
+    with pytest.raises(MisuseError, match=r"nosuch://.*nowhere") as caught:
+        Book("a", ("throughput",), url)
+    assert "s3c" not in str(caught.value)
+
+
 def test_two_workers_see_each_others_records_and_probes(storage: str) -> None:
     here, there = (Book("a", ("throughput",), storage) for _ in range(2))
     first, second = make_probe(), make_probe(microbatch=8)
