@@ -21,6 +21,7 @@ from oomguard.estimate.breakdown import estimate_step
 from oomguard.flags import CURVES
 from oomguard.spec import Spec
 from oomguard.tradeoffs.front import front_rows
+from oomguard.tradeoffs.make import look_at
 from oomguard.tradeoffs.subject import with_seq
 from oomguard.units import GIB
 
@@ -251,6 +252,26 @@ def test_values_that_are_asked_for_are_those_that_are_drawn() -> None:
     found = {one.name: one for one in oomguard.curves(cell="gru", seq=50, over=over, batch=16, device="t4")}
     assert line(found["segments"], "segments").x == (1.0, 7.0)
     assert next(one for one in found["microbatch"].series if one.kind == "line").x == (4.0, 12.0, 16.0)
+
+
+@pytest.mark.parametrize("over", [{"hidden": [8, 16]}, {"batch": [1, 2]}, {"window": [None, 10]}])
+def test_what_no_curve_would_show_is_refused(over: dict[str, Any]) -> None:
+    with pytest.raises(MisuseError, match=f"Curves are of one model, .* but got --over {next(iter(over))}"):
+        oomguard.curves(cell="gru", seq=50, over=over, device="t4")
+
+
+def test_of_lengths_the_longest_is_drawn() -> None:
+    found = {one.name: one for one in oomguard.curves(measured=plan(), over={"seq": [10, 2000, 50]})}
+    assert mark(found["region"], "asked for").y == 2000
+    assert mark(found["terms"], "steps").x == 2000
+
+
+def test_segments_that_are_asked_for_are_those_that_sequences_are_cut_into() -> None:
+    few, many = (look_at(subject(batch=8), over) for over in ({"segments": [1, 4]}, {}))
+    assert {*in_segments(few, few.spec, 8).candidates.segments} == {1, 4}
+    assert longest(few, in_one_piece, 8) < longest(few, in_segments, 8) < longest(many, in_segments, 8) / 2
+    for name in ("region", "longest"):
+        assert MAKERS[name](few).answer != MAKERS[name](many).answer
 
 
 def test_a_card_and_its_plan_can_be_drawn() -> None:
