@@ -145,7 +145,7 @@ def read_seconds(text: str) -> float:
 
 
 def check_output(text: str, usual: str = "plan.json") -> None:
-    """Raise unless a file can be written there: better before a search than after it. `usual` is what one would give."""
+    """Raise unless a file can be written there: better before a search than after it. `usual`: what one would give."""
     target = Path(text)
     folder = next(one for one in (target.absolute().parent, *target.absolute().parents) if one.exists())
     try:
