@@ -9,6 +9,7 @@ import pytest
 from tradeoffs.subjects import BUDGET_BYTES, EVERY, on_a_card, plan, planned, subject
 
 import oomguard
+from oomguard.curves.lengths import about as shortened
 from oomguard.curves.lengths import region
 from oomguard.curves.make import MAKERS, curves_of
 from oomguard.curves.reach import in_one_piece, in_segments, longest
@@ -23,7 +24,7 @@ from oomguard.spec import Spec
 from oomguard.tradeoffs.front import front_rows
 from oomguard.tradeoffs.make import look_at
 from oomguard.tradeoffs.subject import with_seq
-from oomguard.units import GIB
+from oomguard.units import GIB, format_seconds
 
 each_subject = pytest.mark.parametrize("about", EVERY)
 each_curve = pytest.mark.parametrize("name", MAKERS)
@@ -71,6 +72,27 @@ def test_every_line_is_in_sight(about: str) -> None:
             if one.kind in ("line", "points") and one.x:
                 shares = [axis.share(y) for x, y in zip(one.x, one.y, strict=True) if 0 <= curve.x.share(x) <= 1.001]
                 assert all(-0.001 <= share <= 1.001 for share in shares), (curve.name, one.name)
+
+
+@each_subject
+def test_every_point_of_every_curve_has_words(about: str) -> None:
+    bare = [
+        (curve.name, one.name)
+        for curve in made(about).values()
+        for one in curve.series
+        if one.kind != "band" and len(one.words) != len(one.x)
+    ]
+    assert bare == []
+
+
+def test_words_of_a_point_are_its_figures() -> None:
+    border = [one for one in region(subject(batch=8)).series if one.kind == "line"][1]
+    assert border.words[0] == f"microbatch 1: up to {shortened(int(border.y[1]))} steps in segments"
+    none = [one for one in region(subject(budget=1)).series if one.kind == "line"][1]
+    assert {one.partition(": ")[2] for one in none.words} == {"not even one step in segments"}
+    guessed, timed = (line(segments(one), "segments", panel=1) for one in (subject(), planned()))
+    assert guessed.words[0] == "1 segment: 1.00 times as long as plain"
+    assert timed.words[3] == f"{timed.x[3]:.0f} segments: {format_seconds(timed.y[3])}"
 
 
 def test_the_flag_names_every_curve() -> None:
