@@ -151,9 +151,10 @@ def tradeoffs(
 
     `over` says what varies, knobs and fields of the spec: `{"microbatch": range(1, 65), "seq": "1000..8000*2"}`
     (without it: microbatch, segments and precision). Fields and knobs that are to be fixed may be given by name.
-    `measured` is a plan, its file, a ledger's directory or records: they fill the columns of what was measured and
-    calibrate the others; of a plan, its spec, device, budget and other knobs are taken too. A row's `total_bytes` is
-    the sum of its terms, by arithmetic; `peak_bytes` is the same, calibrated if anything was measured.
+    `measured` is a plan, its file, a ledger's directory or records: they fill `measured_peak_bytes`,
+    `measured_seconds_per_step`, `measured_tokens_per_second` and `verdict`, and calibrate the other columns; of a plan,
+    its spec, device, budget and other knobs are taken too. A row's `total_bytes` is the sum of its terms, by
+    arithmetic; `peak_bytes` is the same, calibrated if anything was measured.
 
     >>> table = tradeoffs(cell="lstm", seq=1000, over={"microbatch": [8, 32], "segments": [1, 10]}, budget="1GiB")
     >>> table[["microbatch", "segments", "fits"]].values.tolist()
@@ -176,6 +177,7 @@ def curves(
 ) -> "list[Curve]":
     """Curves of a plan, or of a model as `tradeoffs` takes it: each a question and its answer as a picture.
 
+    They are of one model: `over` takes values of microbatch, segments, precision and seq (of which the longest).
     A notebook shows a curve; `.figure()` is one of Plotly's, `.save("front.png")` writes it.
 
     >>> [one.name for one in curves(cell="gru", seq=100, device="t4", hidden=8, layers=1)][:3]

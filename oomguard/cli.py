@@ -222,7 +222,7 @@ def _predict(*, run: str, **values: Any) -> Answer:
 
     data, options = read_path(values, "oomguard predict"), read_options(values, READ[1:], PREDICTED)
     options = {"output": "predictions.npy"} | options
-    check_output(options["output"])
+    check_output(options["output"], "predictions.npy")
     path = predict(run, data, **options)
     return Answer(f"{path}\n")
 
@@ -234,12 +234,12 @@ def _tradeoffs(*, output: str | None = None, json: bool = False, **values: Any) 
     from oomguard.tradeoffs.find import find_subject
     from oomguard.tradeoffs.table import make_table
 
+    measured = read_source(values)
     spec, fixed, over = read_table(values)
     asked = {"budget": read_budget(values["budget"])} if "budget" in values else {}
     curve = check_written(output, values.get("curve"))
     if output is not None:
-        check_output(output)
-    measured = read_source(values)
+        check_output(output, f"tradeoffs{Path(output).suffix}")
     subject, varied = find_subject(spec, over=over, device=values.get("device"), measured=measured, **asked, **fixed)
     table = make_table(subject, varied)
     code = FITS if table["fits"].any() else DOES_NOT_FIT

@@ -66,7 +66,7 @@ def _read(values: dict[str, Any], flags: list[Flag]) -> tuple[Spec, dict[str, An
 
 def read_table(values: dict[str, Any]) -> tuple[Spec | None, dict[str, Any], dict[str, Any] | None]:
     """What a table is of: the spec (None: the plan's), the knobs that are fixed, and what varies (None: the usual)."""
-    from oomguard.tradeoffs.values import fields_for, read_text
+    from oomguard.tradeoffs.values import check_own_spec, fields_for, read_text
 
     pairs = [read_text(text) for text in values.get("over", ())]
     over = dict(pairs)
@@ -76,8 +76,10 @@ def read_table(values: dict[str, Any]) -> tuple[Spec | None, dict[str, Any], dic
             got=f"got {shown([name for name, _ in pairs])}",
             advice="Put all values of a name into one, such as 1..8,16,32.",
         )
-    given = [one.name for one in SPEC if one.name.replace("-", "_") in values]
-    if values.get("plan") is not None and not given:
+    names = [one.name.replace("-", "_") for one in SPEC]
+    given = [one for name in names for one in (name, f"no_{name}") if one in values]
+    if values.get("plan") is not None:
+        check_own_spec(given)
         return None, _values(FIXED, values), over or None
     described = values.get("preset") is not None or values.get("model") not in get_args(Cell)
     follows = {} if described else fields_for(over, given)
@@ -158,8 +160,8 @@ def read_seconds(text: str) -> float:
         raise MisuseError(rule=rule, got=error.got, advice=error.advice) from None
 
 
-def check_output(text: str) -> None:
-    """Raise unless a file can be written there: better before a search than after it."""
+def check_output(text: str, usual: str = "plan.json") -> None:
+    """Raise unless a file can be written there: better before a search than after it. `usual`: what one would give."""
     target = Path(text)
     folder = next(one for one in (target.absolute().parent, *target.absolute().parents) if one.exists())
     try:
@@ -171,7 +173,7 @@ def check_output(text: str) -> None:
         raise MisuseError(
             rule="--output must be a file that can be written",
             got=f"{shown(text)} cannot ({getattr(error, 'strerror', None) or error})",
-            advice="Give another --output, such as plan.json.",
+            advice=f"Give another --output, such as {usual}.",
         ) from None
 
 

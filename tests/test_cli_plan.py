@@ -261,7 +261,7 @@ def test_a_wrong_question_ends_with_2_and_one_message(words: str, told: str, cap
 def test_a_disk_that_fails_after_the_search_does_not_lose_the_plan(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "check_output", lambda text: (tmp_path / "p").mkdir())
+    monkeypatch.setattr(cli, "check_output", lambda *_: (tmp_path / "p").mkdir())
     assert run([*CARD.split(), "--output", str(tmp_path / "p"), "--json"]) == 2
     out, err = capsys.readouterr()
     assert decode_plan(out.encode()) == reckoned()

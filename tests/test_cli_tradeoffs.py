@@ -154,6 +154,60 @@ def test_a_wrong_question_is_one_message(words: list[str], said: str, capsys: py
     assert said in refusal(capsys, MODEL, *words)
 
 
+@pytest.mark.parametrize("suffix", [".png", ".html"])
+@pytest.mark.parametrize("name", ["hidden", "batch", "model", "threads"])
+def test_curves_of_several_models_are_refused(
+    name: str, suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {"model": "lstm,gru"}.get(name, "8,16")
+    words = f"tradeoffs --model lstm --seq 50 --over {name}={values} --over microbatch=1,2 --budget 1GiB --output"
+    said = refusal(capsys, words, str(tmp_path / f"h{suffix}"))
+    assert "Curves are of one model" in said
+    assert f"but got --over {name}. Write .csv, or give one --{name}." in said
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("over", "said"),
+    [
+        ("hidden=512,1024", "Trade-offs of lstm, hidden 512 to 1,024"),
+        ("hidden=512", "Trade-offs of lstm, hidden 512"),
+        ("model=lstm,gru", "Trade-offs of lstm or gru"),
+        ("layer-norm=true,false", "Trade-offs of lstm 64 → 256 × 2 layers, layer norm True or False"),
+        ("seq=100,1000,200", "T = 100 to 1,000, batch 32 on t4-16gb"),
+        ("batch=1..8*2", "T = 500, batch 1 to 8 on t4-16gb"),
+    ],
+)
+def test_the_heading_names_no_single_value_of_what_varies(
+    over: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = output(capsys, "tradeoffs --model lstm --seq 500 --device t4 --microbatch 1 --over", over).splitlines()
+    assert any(line == said or line.startswith(f"{said}, budget") for line in lines[:2])
+
+
+def test_a_page_over_lengths_says_so_and_is_of_the_longest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "page.html"
+    words = "tradeoffs --model gru --seq 50 --device t4 --over seq=100..400*2 --output"
+    output(capsys, words, str(path))
+    text = path.read_text()
+    assert "T = 100 to 400, batch 32" in text
+    assert "At 400 steps" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--hidden 512", "got --hidden. Leave it out, or leave --plan out and give --model."),
+        ("--model gru", "got --model. Leave it out, or leave --plan out."),
+        ("--seq 10 --no-bidirectional", "got --seq and --no-bidirectional. Leave them out, or leave --plan out and"),
+        ("--preset char-lm", "got --preset."),
+    ],
+)
+def test_a_plan_takes_no_other_spec(given: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(oomguard.save_plan(plan(), tmp_path / "plan.json"))
+    assert f"A plan has its own spec, but {said}" in refusal(capsys, f"tradeoffs {given} --plan", path)
+
+
 def test_a_model_must_be_named_unless_there_is_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--model" in refusal(capsys, "tradeoffs")
 
@@ -169,4 +223,5 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_computed(
     (tmp_path / "file").write_text("")
     said = refusal(capsys, MODEL, "--output", str(tmp_path / "file" / "x.csv"))
     assert "--output must be a file that can be written" in said
+    assert "such as tradeoffs.csv." in said
     assert [one.name for one in tmp_path.iterdir()] == ["file"]

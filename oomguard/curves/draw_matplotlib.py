@@ -8,13 +8,15 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from oomguard.curves.look import HATCHES, LIGHT, colour, side_of
+from oomguard.curves.look import HATCHES, LIGHT, across, colour, side_of
 from oomguard.curves.value import Axis, Curve, Mark, Series
 
 SIZE_INCHES, DPI = (8.0, 5.4), 160
 """Of a picture: half a page of print."""
 TITLE, ANSWER, LEGEND = 70, 104, 105
 """Letters of a line of the title, of the answer, and of the legend."""
+EDGE = 0.01
+"""Where title and answer begin, as a share of the width."""
 DASHES: tuple[Any, ...] = ("-", (0, (6, 3)), (0, (1.5, 2)), (0, (7, 2, 1.5, 2)), (0, (10, 3)))
 MARKERS = ("o", "s", "D", "^", "P")
 """As in look.py, in Matplotlib's words."""
@@ -123,7 +125,8 @@ def _mark(panel: Axes, mark: Mark, curve: Curve) -> None:
         _write(panel, mark.text, where, (0, 3), xycoords=("axes fraction", "data"), ha="right" if right else "left")
     elif mark.x is not None:
         panel.axvline(mark.x, **line)
-        _write(panel, mark.text, (mark.x, 1.0), (0, 2), xycoords=("data", "axes fraction"), ha="center")
+        where = (mark.x, 1.0)
+        _write(panel, mark.text, where, (0, 2), xycoords=("data", "axes fraction"), ha=across(curve, mark.x))
 
 
 def _point(panel: Axes, mark: Mark, curve: Curve) -> None:
@@ -157,8 +160,9 @@ def _columns(names: list[str]) -> int:
 def _words(found: Figure, curve: Curve, panels: list[Axes]) -> None:
     upright = any(mark.y is None for mark in curve.marks)
     title, answer = textwrap.fill(curve.title, TITLE), textwrap.fill(curve.answer, ANSWER)
-    panels[0].set_title(answer, loc="left", fontsize=9.5, color=LIGHT.soft, pad=20 if upright else 8, linespacing=1.35)
-    found.suptitle(title, x=0.01, ha="left", fontsize=14, fontweight="bold", color=LIGHT.ink)
+    look: dict[str, Any] = {"fontsize": 9.5, "color": LIGHT.soft, "linespacing": 1.35}
+    below = panels[0].set_title(answer, loc="left", pad=20 if upright else 8, **look)
+    found.suptitle(title, x=EDGE, ha="left", fontsize=14, fontweight="bold", color=LIGHT.ink)
     drawn = [panel.get_legend_handles_labels() for panel in panels]
     handles = [handle for some, _ in drawn for handle in some]
     names = [name for _, some in drawn for name in some]
@@ -167,3 +171,7 @@ def _words(found: Figure, curve: Curve, panels: list[Axes]) -> None:
         found.legend(
             [*once.values()], [*once], loc="outside lower left", ncols=_columns([*once]), frameon=False, fontsize=9.5
         )
+    found.draw_without_rendering()  # the layout, which gives the answer its height; it would move what goes to the edge
+    found.set_layout_engine("none")
+    edge = found.transFigure.transform((EDGE, 0))
+    below.set_x(panels[0].transAxes.inverted().transform(edge)[0])

@@ -6,7 +6,7 @@ from typing import Any
 
 from plotly import graph_objects as go
 
-from oomguard.curves.look import DARK, DASHES, FONT, HATCHES, LIGHT, MARKERS, Look, colour, side_of
+from oomguard.curves.look import DARK, DASHES, FONT, HATCHES, LIGHT, MARKERS, Look, across, colour, side_of
 from oomguard.curves.value import Axis, Curve, Mark, Series
 
 WIDTH = 68
@@ -121,7 +121,9 @@ def _traces(one: Series, curve: Curve, look: Look) -> list[Any]:
     }
     if one.kind == "dots":
         dot = {"symbol": MARKERS[one.slot % len(MARKERS)], "color": ink, "size": 4, "opacity": 0.45}
-        return [go.Scatter(common | {"y": one.y, "mode": "markers", "marker": dot})]
+        dots = go.Scatter(common | {"y": one.y, "mode": "markers", "marker": dot, "showlegend": False})
+        larger = {"x": [None], "y": [None], "mode": "markers", "marker": dot | {"size": 9, "opacity": 0.8}}
+        return [dots, go.Scatter(common | larger)]  # by which the legend shows them: dots are hardly seen there
     if one.kind == "points":
         return [go.Scatter(common | {"y": one.y, "mode": "markers", "marker": marker})]
     line = {"color": ink, "width": 2.4, "dash": DASHES[one.slot % len(DASHES)]}
@@ -147,7 +149,8 @@ def _mark(found: go.Figure, mark: Mark, curve: Curve, look: Look) -> None:
         words |= panel | end | {"xref": "x domain", "y": _place(axis, mark.y), "yanchor": "bottom"}
     elif mark.x is not None:
         found.add_shape(type="line", xref="x", yref="paper", x0=mark.x, x1=mark.x, y0=0, y1=1, line=line)
-        words |= {"x": _place(curve.x, mark.x), "y": 1, "yref": "paper", "yanchor": "bottom"}
+        words |= {"x": _place(curve.x, mark.x), "xanchor": across(curve, mark.x)}
+        words |= {"y": 1, "yref": "paper", "yanchor": "bottom"}
     if words["text"]:
         found.add_annotation(words)
 
@@ -172,7 +175,8 @@ def _point(mark: Mark, look: Look) -> go.Scatter:
         mode="markers",
         marker=star if mark.role == "chosen" else ring,
         yaxis="y2" if mark.panel else "y",
-        hovertemplate=f"{mark.text}<extra></extra>",
+        hovertemplate=f"{mark.text}<extra></extra>" if mark.text else None,
+        hoverinfo=None if mark.text else "skip",
         showlegend=mark.role == "chosen",
     )
 

@@ -4,6 +4,7 @@ import msgspec
 import numpy as np
 
 from oomguard.curves import axes
+from oomguard.curves.look import along
 from oomguard.curves.parts import budget_mark
 from oomguard.curves.reach import Way, borders, in_one_piece, in_segments, longest
 from oomguard.curves.value import Curve, Mark, Series
@@ -37,16 +38,16 @@ def longest_sequence(subject: Subject) -> Curve:
     start = max(FEWEST, min([asked, *filter(None, ends.values())]) // 8)
     lengths = np.unique(np.geomspace(start, 2 * max(asked, reached), LENGTHS).astype(int))
     series = [_line(subject, name, rows, lengths.tolist(), slot) for slot, name in enumerate(WAYS)]
-    marks = [budget_mark(subject, upright=True)]
     budget = axes.gib([subject.budget_bytes])[0]
+    needed = [x for one in series for x in one.x]
+    axis = axes.logarithmic("Memory budget", "GiB", [min(*needed, budget), _farthest(subject, series, budget)])
+    marks = [budget_mark(subject, upright=True)]
     marks += [
-        Mark(text=f"{name}: {about(end)} steps", x=budget, y=float(end), side="below right")
+        Mark(text=f"{name}: {about(end)}", x=budget, y=float(end), side=along(axis, budget))
         for name, end in ends.items()
         if end
     ]
     marks += [Mark(text=f"asked for: {asked:,} steps", y=float(asked))]
-    needed = [x for one in series for x in one.x]
-    axis = axes.logarithmic("Memory budget", "GiB", [min(*needed, budget), _farthest(subject, series, budget)])
     series = [_to_the_end(one, axis.high) for one in series]
     title, answer = _longest_finding(subject, ends)
     return Curve(
@@ -134,12 +135,13 @@ def region(subject: Subject) -> Curve:
         tuple(map(float, np.pad(some, 1, mode="edge")))
         for some in ([least] * len(rows), plain, pieces, [most] * len(rows))
     )
+    most_steps = [max(ends) for ends in zip(*found.values(), strict=True)]
     bands = [
         Series(name="fits in one piece", kind="band", x=x, y=one, low=floor, slot=2),
         Series(name="fits in segments", kind="band", x=x, y=several, low=one, slot=0),
         Series(name="does not fit", kind="band", x=x, y=top, low=several, slot=1),
-        Series(name="", x=x, y=one, slot=2),
-        Series(name="", x=x, y=several, slot=0),
+        Series(name="", x=x, y=one, words=_reached(rows, found["in one piece"], "in one piece"), slot=2),
+        Series(name="", x=x, y=several, words=_reached(rows, most_steps, "in segments"), slot=0),
     ]
     words = [_inside(band) for band in bands[:3]]
     chosen = subject.plan is not None
@@ -160,6 +162,13 @@ def region(subject: Subject) -> Curve:
         series=tuple(bands),
         marks=(*filter(None, words), mark),
     )
+
+
+def _reached(rows: list[int], ends: list[int], way: str) -> tuple[str, ...]:
+    """What is said of each point of a border, which goes on to the edges of the picture."""
+    said = [f"up to {about(end)} steps" if end else "not even one step" for end in ends]
+    words = [f"microbatch {size:,}: {one} {way}" for size, one in zip(rows, said, strict=True)]
+    return words[0], *words, words[-1]
 
 
 def _few(rows: list[int]) -> list[int]:

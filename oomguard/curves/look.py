@@ -1,8 +1,9 @@
 """How curves look: colours that colour-blind people tell apart, and dashes and markers for those who print in grey."""
 
 from dataclasses import dataclass
+from typing import Literal
 
-from oomguard.curves.value import Curve, Mark
+from oomguard.curves.value import Axis, Curve, Mark, Side
 
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 """As Plotly names them; by slot."""
@@ -10,6 +11,8 @@ MARKERS = ("circle", "square", "diamond", "triangle-up", "cross")
 """The same."""
 HATCHES = ("", "/", ".", "\\", "x", "-", "|", "+", "")
 """What areas are filled with, as both libraries name it; by slot."""
+MIDDLE = 0.45
+"""The share of the x axis beyond which words go to the left: on a phone 25 letters have room on either side of it."""
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 
 
@@ -55,6 +58,17 @@ DARK = Look(
 )
 
 
+def across(curve: Curve, x: float) -> Literal["left", "center", "right"]:
+    """Which part of the words of a vertical line is at the line: at the ends of the axis they go inwards."""
+    share = curve.x.share(x)
+    return "left" if share < 0.15 else "right" if share > 0.8 else "center"
+
+
+def along(axis: Axis, x: float) -> Side:
+    """Where the words of a point on a rising line go: away from the line, and to where there is room."""
+    return "above left" if axis.share(x) > MIDDLE else "below right"
+
+
 def side_of(curve: Curve, mark: Mark) -> tuple[bool, bool]:
     """Where the words of a point go: to its left rather than its right, above rather than below."""
     if mark.side is not None:
@@ -62,7 +76,7 @@ def side_of(curve: Curve, mark: Mark) -> tuple[bool, bool]:
     assert mark.x is not None  # it is a point
     assert mark.y is not None
     axis = curve.below if mark.panel and curve.below is not None else curve.y
-    return curve.x.share(mark.x) > 0.6, axis.share(mark.y) < 0.8
+    return curve.x.share(mark.x) > MIDDLE, axis.share(mark.y) < 0.9
 
 
 def colour(look: Look, slot: int) -> str:

@@ -27,6 +27,13 @@ function put(figure, path, value) {
   path.slice(0, -1).reduce((at, name) => at[name], figure)[last] = value;
 }
 
+// Words along an axis have no room side by side on a phone; numbers do.
+function tilt(axis) {
+  const words = axis.ticktext?.map((word) => word.replace("<br>", " "));
+  if (!words?.some((word) => Number.isNaN(parseFloat(word)))) return;
+  Object.assign(axis, { ticktext: words, tickangle: -45, automargin: true });
+}
+
 // Draws one curve anew: the same figure in either theme, a zoom stays until another one is chosen.
 function draw(place, number) {
   const menu = place.querySelector("select");
@@ -42,6 +49,7 @@ function draw(place, number) {
   if (narrow.matches) {
     Object.assign(figure.layout.margin, { l: 54, r: 8 });
     figure.layout.font.size = 12;
+    tilt(figure.layout.xaxis);
   }
   if (onPaper) Object.assign(figure.layout, place.classList.contains("tall") ? TALL_ON_PAPER : ON_PAPER);
   if (matchMedia("(pointer: coarse)").matches) figure.layout.dragmode = false; // a finger scrolls the page

@@ -23,14 +23,15 @@ def in_one_piece(subject: Subject, spec: Spec, rows: int) -> Predicted:
 
 
 def in_segments(subject: Subject, spec: Spec, rows: int) -> Predicted:
-    """What every number of segments that is worth a try needs, those that keep fewer border states included.
+    """What every number of segments that was asked for or is worth a try needs, also with fewer border states kept.
 
     >>> from oomguard.tradeoffs.find import find_subject
     >>> subject, _ = find_subject(cell="lstm", seq=1000, budget="1GiB", device="t4")
     >>> bool(in_segments(subject, subject.spec, 32).fits.any())
     True
     """
-    counts = segment_counts(spec.steps) or [1]
+    asked = subject.over.get("segments", segment_counts(spec.steps))
+    counts = [one for one in asked if one <= spec.steps] or [1]
     ways = [
         (count, levels)
         for levels, least in LEVELS_FROM.items()

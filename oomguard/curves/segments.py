@@ -7,9 +7,10 @@ import numpy as np
 from oomguard.curves import axes
 from oomguard.curves.parts import budget_mark, chosen_mark, measured_peaks
 from oomguard.curves.value import Axis, Curve, Mark, Series, Side
+from oomguard.plan.phrases import times
 from oomguard.search.space import LEVELS_FROM
 from oomguard.tradeoffs.subject import Predicted, Subject
-from oomguard.units import format_bytes
+from oomguard.units import format_bytes, format_seconds
 
 ENOUGH = 0.95
 """The knee: the fewest segments that save so much of all that segments can save."""
@@ -80,11 +81,12 @@ def segments(subject: Subject) -> Curve:
     series = [one for levels, some in found.items() for one in _lines(subject, levels, some, plain_seconds)]
     series += measured_peaks(subject, "segments", fixed=("microbatch", "precision"))
     peaks = [y for one in series if not one.panel for y in one.y]
+    counts = axes.logarithmic("Segments", "", [1, most], base=2)
     memory = axes.memory("Peak", peaks, axes.gib([subject.budget_bytes])[0])
     at_knee = knee.slower * (plain_seconds if subject.calibrated else 1)
     marks = [
         budget_mark(subject, side="right"),
-        _knee_mark(knee, memory),
+        _knee_mark(knee, counts, memory),
         Mark(text="", x=knee.segments, y=at_knee, panel=1),
         *(chosen_mark(subject, subject.candidate.segments) if subject.candidate.window is None else []),
     ]
@@ -94,7 +96,7 @@ def segments(subject: Subject) -> Curve:
         title=title,
         question="What do segments save, and what do they cost?",
         answer=answer,
-        x=axes.logarithmic("Segments", "", [1, most], base=2),
+        x=counts,
         y=memory,
         below=_time_axis(subject, [y for one in series if one.panel for y in one.y]),
         series=tuple(series),
@@ -102,10 +104,11 @@ def segments(subject: Subject) -> Curve:
     )
 
 
-def _knee_mark(knee: Knee, axis: Axis) -> Mark:
-    """Below the line and left of it nothing else is, unless it is at the bottom."""
+def _knee_mark(knee: Knee, counts: Axis, memory: Axis) -> Mark:
+    """Below the line and left of it nothing else is, unless it is at the bottom; above and right, if there is room."""
     y = axes.gib([knee.peak_bytes])[0]
-    side: Side = "below left" if axis.share(y) > 0.18 and knee.segments > 8 else "above right"
+    side: Side = "above right" if counts.share(knee.segments) < 0.6 else "above left"
+    side = "below left" if memory.share(y) > 0.18 and knee.segments > 8 else side
     return Mark(text=f"knee: {knee.segments:,} segments", x=knee.segments, y=y, side=side)
 
 
@@ -118,14 +121,14 @@ def _time_axis(subject: Subject, values: list[float]) -> Axis:
 def _lines(subject: Subject, levels: int, found: Predicted, plain_seconds: float) -> list[Series]:
     counts = tuple(float(one) for one in found.candidates.segments)
     slot, name = levels - 1, "in 2 levels" if levels == 2 else "segments"
-    words = tuple(
-        f"{count:,.0f} segments{' in 2 levels' if levels == 2 else ''}: {format_bytes(peak)}"
-        for count, peak in zip(counts, found.peak_bytes, strict=True)
-    )
+    said = [times(int(count), "segment") + (" in 2 levels" if levels == 2 else "") for count in counts]
+    needs = tuple(f"{one}: {format_bytes(peak)}" for one, peak in zip(said, found.peak_bytes, strict=True))
     seconds = found.seconds_per_step / (1.0 if subject.calibrated else plain_seconds)
+    took = [format_seconds(one) if subject.calibrated else f"{one:.2f} times as long as plain" for one in seconds]
+    takes = tuple(f"{one}: {time}" for one, time in zip(said, took, strict=True))
     return [
-        Series(name=name, x=counts, y=axes.gib(found.peak_bytes), words=words, slot=slot),
-        Series(name=name, x=counts, y=tuple(map(float, seconds)), slot=slot, panel=1),
+        Series(name=name, x=counts, y=axes.gib(found.peak_bytes), words=needs, slot=slot),
+        Series(name=name, x=counts, y=tuple(map(float, seconds)), words=takes, slot=slot, panel=1),
     ]
 
 

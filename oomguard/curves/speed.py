@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 
 from oomguard.curves import axes
+from oomguard.curves.look import along
 from oomguard.curves.parts import MEASURED, alike, budget_mark, by_precision, full_length, ran
-from oomguard.curves.value import Curve, Mark, Series, Side
+from oomguard.curves.value import Axis, Curve, Mark, Series
 from oomguard.plan.phrases import candidate_words, figure, pieces_words, rows_words
 from oomguard.probe.record import Record
 from oomguard.tradeoffs.front import front_rows
@@ -31,6 +32,7 @@ def throughput(subject: Subject) -> Curve:
     series += _measured(subject)
     own = next(some for name, some in found.items() if subject.candidate.precision in name.split())
     near = _near(own)
+    axis = axes.logarithmic("Microbatch", "sequences per pass", subject.microbatches, base=2)
     title = f"Beyond a microbatch of {near:,}, more brings less than {1 - NEAR:.0%}"
     if near == 1:
         title = "The microbatch hardly changes the speed"
@@ -41,10 +43,10 @@ def throughput(subject: Subject) -> Curve:
         title=title,
         question="How much faster is a larger microbatch?",
         answer=_throughput_answer(subject, own, near),
-        x=axes.logarithmic("Microbatch", "sequences per pass", subject.microbatches, base=2),
+        x=axis,
         y=axes.linear("Throughput", _unit(subject), [y for one in series if one.kind != "band" for y in one.y]),
         series=tuple(series),
-        marks=_speed_marks(subject, own, near),
+        marks=_speed_marks(subject, own, near, axis),
     )
 
 
@@ -102,10 +104,10 @@ def _near(found: Predicted) -> int:
     return int(found.candidates.microbatch[np.argmax(speeds >= NEAR * speeds.max())])
 
 
-def _speed_marks(subject: Subject, found: Predicted, near: int) -> tuple[Mark, ...]:
+def _speed_marks(subject: Subject, found: Predicted, near: int, axis: Axis) -> tuple[Mark, ...]:
     speeds = dict(zip(found.candidates.microbatch.tolist(), found.tokens_per_second.tolist(), strict=True))
     text, y = f"{NEAR:.0%} of the highest speed", float(speeds[near])
-    marks = [Mark(text=text, x=float(near), y=y, side="above left")] if 1 < near < subject.spec.batch else []
+    marks = [Mark(text=text, x=near, y=y, side=along(axis, near))] if 1 < near < subject.spec.batch else []
     return (*marks, *_plan_mark(subject, float(subject.candidate.microbatch)))
 
 
@@ -148,19 +150,19 @@ def front(subject: Subject) -> Curve:
     series = [one for one in series if one.x]
     if len(rows):
         series.append(_front_line(found, rows))
+    budget = axes.gib([subject.budget_bytes])[0]
+    axis = axes.logarithmic("Peak memory", "GiB", [*axes.gib(peaks), budget], pad=1.12)
     marks = [budget_mark(subject, upright=True)]
-    sides: tuple[Side, Side] = ("below right", "above right")
-    marks += [_named_point(found, row, side) for row, side in zip(_notable(found, rows), sides, strict=False)]
+    marks += [_named_point(found, row, axis) for row in _notable(found, rows)]
     if subject.plan is not None:  # which is about the fastest
         marks = [*marks[:2], *_plan_mark(subject, axes.gib([subject.plan.peak_bytes])[0])]
     title, answer = _front_finding(subject, found, rows)
-    budget = axes.gib([subject.budget_bytes])[0]
     return Curve(
         name="front",
         title=title,
         question="What does speed cost in memory?",
         answer=answer,
-        x=axes.logarithmic("Peak memory", "GiB", [*axes.gib(peaks), budget], pad=1.12),
+        x=axis,
         y=axes.linear("Throughput", _unit(subject), [*speeds, *(one.y or 0 for one in marks)]),
         series=tuple(series),
         marks=tuple(marks),
@@ -176,9 +178,9 @@ def _notable(found: Predicted, rows: "np.typing.NDArray[np.intp]") -> list[int]:
     return [*dict.fromkeys((int(rows[near]), int(rows[speeds.argmax()])))]
 
 
-def _named_point(found: Predicted, row: int, side: Side) -> Mark:
+def _named_point(found: Predicted, row: int, axis: Axis) -> Mark:
     x, y = axes.gib([found.peak_bytes[row]])[0], float(found.tokens_per_second[row])
-    return Mark(text=_named(found, row), x=x, y=y, side=side)
+    return Mark(text=_named(found, row), x=x, y=y, side=along(axis, x))
 
 
 def _everything(subject: Subject) -> Predicted:

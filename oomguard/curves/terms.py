@@ -134,7 +134,7 @@ def timeline(subject: Subject) -> Curve:
                 if repeated is not None
                 else []
             ),
-            Mark(text="the peak", x=float([*totals].index(peak)), y=top, side="above right"),
+            Mark(text="the peak", x=float([*totals].index(peak)), y=top),
         ),
     )
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from oomguard.curves.drawing import section
 from oomguard.curves.page import TOGGLE, document
+from oomguard.errors import MisuseError
 from oomguard.files import write_file
 from oomguard.page.curves import curves
 from oomguard.page.summary import summary
@@ -14,9 +15,14 @@ from oomguard.plan.section import Section
 from oomguard.plan.value import Plan
 from oomguard.plan.words import explain
 
+SUFFIXES = (".html", ".htm")
+"""What a page is written as."""
+
 
 def save_page(plan: Plan, path: str | os.PathLike[str], sequences: int | None = None) -> Path:
-    """Write a page about the plan: the file is there whole, or as it was before. An epoch has so many sequences.
+    """Write a page about the plan, as .html: the file is there whole, or as it was before.
+
+    An epoch has so many sequences.
 
     >>> import tempfile
     >>> from oomguard.api import find_feasible_config
@@ -25,7 +31,14 @@ def save_page(plan: Plan, path: str | os.PathLike[str], sequences: int | None = 
     ...     save_page(plan, f"{directory}/report.html").name
     'report.html'
     """
-    return write_file(path, make_page(plan, sequences).encode(), "A page")
+    target = Path(path)
+    if target.suffix.lower() not in SUFFIXES:  # by which a browser knows what it is
+        raise MisuseError(
+            rule=f"A page is written as {' or '.join(SUFFIXES)}",
+            got=f"got {target.name!r}",
+            advice="Give the file one of these endings, such as report.html.",
+        )
+    return write_file(target, make_page(plan, sequences).encode(), "A page")
 
 
 def make_page(plan: Plan, sequences: int | None = None) -> str:

@@ -1,6 +1,7 @@
 """`oomguard tradeoffs`: the front on a terminal, the table as JSON, and files of tables and curves."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from oomguard.report.plan import show_sections
 from oomguard.tradeoffs.make import look_at
 from oomguard.tradeoffs.save import save_table
 from oomguard.tradeoffs.subject import Subject
-from oomguard.tradeoffs.table import front_of
+from oomguard.tradeoffs.table import ALWAYS, front_of
 from oomguard.tradeoffs.values import Over
 from oomguard.units import format_bytes, format_seconds
 
@@ -30,6 +31,8 @@ SUFFIXES = (".csv", ".parquet", ".png", ".html")
 """What `--output` takes."""
 MOST_LINES = 14
 """Rows of the front on a terminal."""
+LAYERS = ("cell", "features", "vocab", "embedding", "hidden", "projection", "layers", "bidirectional")
+"""Fields of a spec that the words for its layers name."""
 
 
 def check_written(output: str | None, curve: str | None) -> str | None:
@@ -61,11 +64,10 @@ def save(subject: Subject, over: Over | None, table: pd.DataFrame, output: str, 
     path = Path(output)
     if path.suffix.lower() in (".csv", ".parquet"):
         return save_table(table, path)
-    own = subject if over is None else look_at(subject, over)
+    own, varied = subject if over is None else look_at(subject, over), over or {}
     if path.suffix.lower() == ".png":
-        return save_curves([MAKERS[curve or telling(over or {})](own)], output)
-    heading = f"Trade-offs of {spec_words(subject.spec)}"
-    return save_curves(curves_of(own), output, heading, where_words(subject))
+        return save_curves([MAKERS[curve or telling(varied)](own)], output)
+    return save_curves(curves_of(own), output, title_words(subject, varied), where_words(subject, varied))
 
 
 def telling(over: Over) -> str:
@@ -80,12 +82,34 @@ def telling(over: Over) -> str:
     return names.pop() if names in ({"microbatch"}, {"segments"}) else "front"
 
 
-def where_words(subject: Subject) -> str:
+def title_words(subject: Subject, over: Over) -> str:
+    """The model, in words, and the values of what varies of it. A shape that varies is not named as if it did not."""
+    fields = [name for name in over if name not in (*KNOBS, *ALWAYS)]
+    model = spec_words(subject.spec)
+    if {*fields} & {*LAYERS}:
+        model = values_words(over.get("cell", [subject.spec.cell]))
+    varied = [f"{name.replace('_', ' ')} {values_words(over[name])}" for name in fields if name != "cell"]
+    return f"Trade-offs of {', '.join([model, *varied])}"
+
+
+def where_words(subject: Subject, over: Over) -> str:
     """The length, the batch, the device and the budget, in words."""
     spec = subject.spec
+    steps, batch = (values_words(over.get(name, [one])) for name, one in (("seq", spec.steps), ("batch", spec.batch)))
     budget = format_bytes(subject.budget_bytes)
     known = times(len(subject.calibration.own), "record") if subject.calibrated else "nothing measured"
-    return f"T = {spec.steps:,}, batch {spec.batch:,} on {subject.place.device}, budget {budget}, {known}"
+    return f"T = {steps}, batch {batch} on {subject.place.device}, budget {budget}, {known}"
+
+
+def values_words(values: Sequence[Any]) -> str:
+    """Values in a few words: of numbers, from where to where.
+
+    >>> values_words([512, 1024]), values_words([7]), values_words(["adam", "sgd"])
+    ('512 to 1,024', '7', 'adam or sgd')
+    """
+    if all(type(one) in (int, float) for one in values):
+        return " to ".join(f"{one:,}" for one in sorted({min(values), max(values)}))
+    return " or ".join(map(_word, values))
 
 
 def table_json(subject: Subject, over: Over, table: pd.DataFrame) -> dict[str, Any]:
@@ -114,8 +138,8 @@ def show_table(subject: Subject, over: Over, table: pd.DataFrame, path: Path | N
 
 def _sections(subject: Subject, over: Over, table: pd.DataFrame) -> list[Section]:
     fitting = int(table["fits"].sum())
-    title = f"Trade-offs of {spec_words(subject.spec)}"
-    said = [f"{where_words(subject)}.", f"{times(len(table), 'candidate')}, {fitting:,} fit."]
+    title = title_words(subject, over)
+    said = [f"{where_words(subject, over)}.", f"{times(len(table), 'candidate')}, {fitting:,} fit."]
     if not subject.calibrated:
         said.append("Speeds are guesses before anything is measured: only their proportions say something.")
     head = Section(title=title, sentences=tuple(said))

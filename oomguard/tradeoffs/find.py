@@ -9,7 +9,7 @@ from oomguard.spec import Spec
 from oomguard.tradeoffs.make import check_apart, make_subject, usual_over
 from oomguard.tradeoffs.measured import read_measured
 from oomguard.tradeoffs.subject import Subject
-from oomguard.tradeoffs.values import Over, fields_for, read_over
+from oomguard.tradeoffs.values import Over, check_own_spec, fields_for, read_over
 from oomguard.units import MAX_BYTES, parse_bytes
 
 
@@ -31,7 +31,8 @@ def find_subject(
     evidence, varied = read_measured(measured), {} if over is None else read_over(over)
     given = {name: value for name, value in fields.items() if name not in KNOBS}
     fixed = {name: value for name, value in fields.items() if name in KNOBS and value is not None}
-    if evidence.plan is not None and spec is None and not given:
+    if evidence.plan is not None and spec is None and "cell" not in given:
+        check_own_spec(given)
         spec = evidence.plan.spec
     spec = read_spec(spec, given if spec else given | fields_for(varied, given))
     budget_bytes = parse_bytes(budget) if isinstance(budget, str) else budget

@@ -14,8 +14,11 @@ from oomguard.plan.value import Plan
 from oomguard.search.space import SHORTEST_PIECE
 from oomguard.spec import Spec
 from oomguard.tradeoffs.measured import Evidence, of_device, usual_settings
-from oomguard.tradeoffs.subject import SHAPE, Subject, card_precisions, subject_of
+from oomguard.tradeoffs.subject import SHAPE, Subject, card_precisions, subject_of, with_seq
 from oomguard.tradeoffs.values import Over
+
+DRAWN = ("microbatch", "segments", "precision", "seq")
+"""What a curve shows several values of."""
 
 
 def make_subject(spec: Spec, place: Place, budget_bytes: int, evidence: Evidence, fixed: dict[str, Any]) -> Subject:
@@ -43,15 +46,41 @@ def make_subject(spec: Spec, place: Place, budget_bytes: int, evidence: Evidence
 
 
 def look_at(subject: Subject, over: Over) -> Subject:
-    """The subject, so that its curves show the values that were asked for.
+    """The subject, so that its curves show the values that were asked for; of lengths, the longest.
 
     >>> from oomguard.tradeoffs.find import find_subject
     >>> subject, over = find_subject(cell="lstm", seq=1000, budget="1GiB", device="t4")
     >>> look_at(subject, {"microbatch": [1, 32]}).microbatches
     [1, 32]
     """
+    check_drawn(over)
     knobs = {name: values for name, values in over.items() if name in ("microbatch", "segments")}
-    return replace(subject, over=knobs, precisions=tuple(over.get("precision", subject.precisions)))
+    own = replace(subject, over=knobs, precisions=tuple(over.get("precision", subject.precisions)))
+    longest = max((with_seq(subject, steps) for steps in over.get("seq", ())), key=lambda one: one.steps, default=None)
+    return own if longest in (None, subject.spec) else _as_long(own, longest)
+
+
+def check_drawn(over: Over) -> None:
+    """Raise if something varies that no curve would show: its picture would be one of a model that nobody asked for.
+
+    >>> check_drawn({"microbatch": [1, 2], "seq": [100, 200]})
+    """
+    odd = [name for name in over if name not in DRAWN]
+    if odd:
+        names = " and ".join(flag(name).removeprefix("--") for name in odd)
+        raise MisuseError(
+            rule="Curves are of one model, over its microbatch, segments, precision or seq",
+            got=f"got --over {names}",
+            advice=f"Write .csv, or give one {' and one '.join(map(flag, odd))}.",
+        )
+
+
+def _as_long(subject: Subject, spec: Spec) -> Subject:
+    """The same with sequences of another length, which a plan is no answer to."""
+    own, most = subject.candidate, spec.steps
+    window = None if own.window is None else min(own.window, most)
+    fitting = msgspec.structs.replace(own, segments=min(own.segments, most), window=window)
+    return replace(subject, spec=spec, candidate=fitting, plan=None)
 
 
 def _same_plan(plan: Plan | None, spec: Spec, place: Place, budget_bytes: int) -> Plan | None:

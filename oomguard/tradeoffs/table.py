@@ -87,14 +87,20 @@ def _measured(records: Sequence[Record], group: Group, engine: Any, allocator: A
     """What was measured of each candidate: the latest of its records."""
     length = len(group.candidates)
     peaks, verdicts = (np.full(length, None, dtype=object) for _ in range(2))
-    seconds = np.full(length, np.nan)
+    seconds, speeds = (np.full(length, np.nan) for _ in range(2))
     for record in sorted(records, key=lambda one: one.started):
         if record.spec == group.spec:
             rows, ran = _rows_of(record, group.candidates, engine, allocator), record.verdict.ran
             peaks[rows] = record.peak_bytes if ran else None
             seconds[rows] = record.seconds_per_step if ran else np.nan
+            speeds[rows] = record.tokens_per_second if ran else np.nan
             verdicts[rows] = record.verdict.name
-    return {"measured_peak_bytes": peaks, "measured_seconds_per_step": seconds, "verdict": verdicts}
+    return {
+        "measured_peak_bytes": peaks,
+        "measured_seconds_per_step": seconds,
+        "measured_tokens_per_second": speeds,
+        "verdict": verdicts,
+    }
 
 
 def _rows_of(record: Record, candidates: Candidates, engine: Any, allocator: Any) -> Any:

@@ -114,6 +114,21 @@ def _value(text: str) -> Any:
     return float(plain) if re.fullmatch(r"\d*\.\d+", plain, re.ASCII) else text
 
 
+def check_own_spec(given: Iterable[str]) -> None:
+    """Raise if fields of a spec are given beside a plan: it is not another model's.
+
+    >>> check_own_spec([])
+    """
+    flags = [*map(flag, given)]
+    if flags:
+        model = "" if "--model" in flags else " and give --model"
+        raise MisuseError(
+            rule="A plan has its own spec",
+            got=f"got {' and '.join(flags)}",
+            advice=f"Leave {'it' if len(flags) == 1 else 'them'} out, or leave --plan out{model}.",
+        )
+
+
 def fields_for(over: Over, given: Iterable[str]) -> dict[str, int]:
     """Fields of a spec that nobody gave and that follow from what varies: the longest sequences are those of the
     largest `seq`, and a batch holds the largest microbatch.

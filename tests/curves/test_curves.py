@@ -9,6 +9,7 @@ import pytest
 from tradeoffs.subjects import BUDGET_BYTES, EVERY, on_a_card, plan, planned, subject
 
 import oomguard
+from oomguard.curves.lengths import about as shortened
 from oomguard.curves.lengths import region
 from oomguard.curves.make import MAKERS, curves_of
 from oomguard.curves.reach import in_one_piece, in_segments, longest
@@ -21,8 +22,9 @@ from oomguard.estimate.breakdown import estimate_step
 from oomguard.flags import CURVES
 from oomguard.spec import Spec
 from oomguard.tradeoffs.front import front_rows
+from oomguard.tradeoffs.make import look_at
 from oomguard.tradeoffs.subject import with_seq
-from oomguard.units import GIB
+from oomguard.units import GIB, format_seconds
 
 each_subject = pytest.mark.parametrize("about", EVERY)
 each_curve = pytest.mark.parametrize("name", MAKERS)
@@ -70,6 +72,27 @@ def test_every_line_is_in_sight(about: str) -> None:
             if one.kind in ("line", "points") and one.x:
                 shares = [axis.share(y) for x, y in zip(one.x, one.y, strict=True) if 0 <= curve.x.share(x) <= 1.001]
                 assert all(-0.001 <= share <= 1.001 for share in shares), (curve.name, one.name)
+
+
+@each_subject
+def test_every_point_of_every_curve_has_words(about: str) -> None:
+    bare = [
+        (curve.name, one.name)
+        for curve in made(about).values()
+        for one in curve.series
+        if one.kind != "band" and len(one.words) != len(one.x)
+    ]
+    assert bare == []
+
+
+def test_words_of_a_point_are_its_figures() -> None:
+    border = [one for one in region(subject(batch=8)).series if one.kind == "line"][1]
+    assert border.words[0] == f"microbatch 1: up to {shortened(int(border.y[1]))} steps in segments"
+    none = [one for one in region(subject(budget=1)).series if one.kind == "line"][1]
+    assert {one.partition(": ")[2] for one in none.words} == {"not even one step in segments"}
+    guessed, timed = (line(segments(one), "segments", panel=1) for one in (subject(), planned()))
+    assert guessed.words[0] == "1 segment: 1.00 times as long as plain"
+    assert timed.words[3] == f"{timed.x[3]:.0f} segments: {format_seconds(timed.y[3])}"
 
 
 def test_the_flag_names_every_curve() -> None:
@@ -251,6 +274,26 @@ def test_values_that_are_asked_for_are_those_that_are_drawn() -> None:
     found = {one.name: one for one in oomguard.curves(cell="gru", seq=50, over=over, batch=16, device="t4")}
     assert line(found["segments"], "segments").x == (1.0, 7.0)
     assert next(one for one in found["microbatch"].series if one.kind == "line").x == (4.0, 12.0, 16.0)
+
+
+@pytest.mark.parametrize("over", [{"hidden": [8, 16]}, {"batch": [1, 2]}, {"window": [None, 10]}])
+def test_what_no_curve_would_show_is_refused(over: dict[str, Any]) -> None:
+    with pytest.raises(MisuseError, match=f"Curves are of one model, .* but got --over {next(iter(over))}"):
+        oomguard.curves(cell="gru", seq=50, over=over, device="t4")
+
+
+def test_of_lengths_the_longest_is_drawn() -> None:
+    found = {one.name: one for one in oomguard.curves(measured=plan(), over={"seq": [10, 2000, 50]})}
+    assert mark(found["region"], "asked for").y == 2000
+    assert mark(found["terms"], "steps").x == 2000
+
+
+def test_segments_that_are_asked_for_are_those_that_sequences_are_cut_into() -> None:
+    few, many = (look_at(subject(batch=8), over) for over in ({"segments": [1, 4]}, {}))
+    assert {*in_segments(few, few.spec, 8).candidates.segments} == {1, 4}
+    assert longest(few, in_one_piece, 8) < longest(few, in_segments, 8) < longest(many, in_segments, 8) / 2
+    for name in ("region", "longest"):
+        assert MAKERS[name](few).answer != MAKERS[name](many).answer
 
 
 def test_a_card_and_its_plan_can_be_drawn() -> None:

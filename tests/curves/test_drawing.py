@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from matplotlib.text import Text
 from PIL import Image
 from tradeoffs.subjects import planned, subject
 
@@ -33,8 +34,9 @@ def made(name: str, about: str = "spec") -> Curve:
 
 
 def plotly_numbers(curve: Curve) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
-    """What each trace that is a series has, bands as their upper edge."""
-    traces = [one for one in draw_plotly.figure(curve).data if not (one.line.width == 0 and one.fill is None)]
+    """What each trace that is a series has, bands as their upper edge, without those that only the legend shows."""
+    drawn = [one for one in draw_plotly.figure(curve).data if one.x != (None,)]
+    traces = [one for one in drawn if not (one.line.width == 0 and one.fill is None)]
     return [(tuple(map(float, one.x)), tuple(map(float, one.y))) for one in traces[: len(curve.series)]]
 
 
@@ -100,6 +102,33 @@ def test_dark_and_light_differ_in_colours_alone(name: str) -> None:
     assert dark["layout"]["paper_bgcolor"] == DARK.paper
     for one, other in zip(light["data"], dark["data"], strict=True):
         assert (one["x"], one["y"]) == (other["x"], other["y"])
+
+
+@each_curve
+@each_about
+def test_the_title_of_a_picture_begins_where_its_answer_does(name: str, about: str) -> None:
+    found = draw_matplotlib.figure(made(name, about))
+    found.draw_without_rendering()
+    words = [
+        one for one in found.findobj(Text) if one.get_text() in (found.get_suptitle(), found.axes[0].get_title("left"))
+    ]
+    boxes = [one.get_window_extent() for one in words]
+    assert len(boxes) == 2
+    assert boxes[0].x0 == pytest.approx(boxes[1].x0, abs=3)  # letters of two sizes
+    assert max(box.x1 for box in boxes) <= found.bbox.width
+
+
+def test_dots_are_larger_in_the_legend() -> None:
+    traces = draw_plotly.figure(made("front")).data
+    (faint,) = [one for one in traces if one.name == "fits" and not one.showlegend]
+    (shown,) = [one for one in traces if one.name == "fits" and one.showlegend]
+    assert shown.marker.size >= 2 * faint.marker.size
+    assert (shown.marker.color, shown.legendgroup) == (faint.marker.color, faint.legendgroup)
+
+
+def test_a_mark_without_words_says_nothing() -> None:
+    bare = [one for one in draw_plotly.figure(made("segments")).data if one.name == ""]
+    assert [(one.hoverinfo, one.hovertemplate) for one in bare] == [("skip", None)]
 
 
 def test_lines_differ_in_more_than_colour() -> None:

@@ -10,8 +10,11 @@ from plan.making import bucketed, fronted, lossy, reckoned
 from plan.searched import searched
 from plans import plan_of
 
+from oomguard.curves.make import curves_of
+from oomguard.curves.page import page
 from oomguard.page.make import make_page
 from oomguard.plan.value import Plan
+from oomguard.tradeoffs.find import find_subject
 
 ATTACKS = (
     "<script>window.hacked = 1</script>",
@@ -63,7 +66,13 @@ def plan_called(kind: str) -> Plan:
     return MAKERS[kind]()
 
 
+TRADEOFFS = "trade-offs of a card"
+"""A page that is about no plan."""
+
+
 @cache
 def page_of(kind: str) -> str:
     """Its page."""
+    if kind == TRADEOFFS:
+        return page(curves_of(find_subject(cell="lstm", seq=10_000, device="t4")[0]), "Trade-offs")
     return make_page(plan_called(kind))

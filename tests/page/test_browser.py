@@ -1,10 +1,11 @@
 """The page in a browser: what is seen, what is done, and that nothing leaves it."""
 
+import re
 from collections.abc import Iterator
 
 import pytest
 from page.conftest import Open
-from page.kinds import MAKERS, plan_called
+from page.kinds import MAKERS, TRADEOFFS, plan_called
 from playwright.sync_api import Page
 
 from oomguard.units import format_seconds, parse_bytes
@@ -20,6 +21,31 @@ PIXEL = """([name, place]) => {
 PLOT = f"document.querySelector('{CURVE} .plot')"
 RANGE = f"() => {PLOT}._fullLayout.xaxis.range.map((one) => Math.round(1e6 * one))"
 HEIGHTS = f"() => {PLOT}.data.map((one) => [one.name, Array.from(one.y)])"
+BEYOND = """() => {
+  const found = [], look = (place) => {
+    const edge = place.querySelector(".plot").getBoundingClientRect();
+    for (const words of place.querySelectorAll(".annotation-text")) {
+      const box = words.getBoundingClientRect(), inside = box.left >= edge.left && box.right <= edge.right;
+      if (!inside || box.top < edge.top) found.push([place.dataset.curve, words.textContent]);
+    }
+  };
+  for (const place of document.querySelectorAll(".curve")) {
+    look(place);
+    const menu = place.querySelector("select");
+    for (let choice = menu ? menu.length - 1 : -1; choice >= 0; choice--) {
+      menu.selectedIndex = choice;
+      menu.dispatchEvent(new Event("change"));
+      look(place);
+    }
+  }
+  return found;
+}"""
+TOUCHING = """() => [...document.querySelectorAll(".plot")].flatMap((plot) => {
+  const straight = (one) => !one.getAttribute("transform").includes("rotate(-45");
+  const words = [...plot.querySelectorAll(".xtick text")].filter(straight);
+  const boxes = words.map((one) => one.getBoundingClientRect());
+  return words.slice(1).filter((_, place) => boxes[place + 1].left < boxes[place].right).map((one) => one.textContent);
+})"""
 PAPER = "() => getComputedStyle(document.body).backgroundColor"
 WORDS = "() => getComputedStyle(document.querySelector('.plot .xtitle')).fill"
 WHITE, NIGHT, PALE = "rgb(255, 255, 255)", "rgb(20, 24, 29)", "rgb(232, 235, 239)"
@@ -110,6 +136,21 @@ def test_pointing_at_a_curve_shows_its_values(page: Page) -> None:
     assert page.locator(f"{CURVE} .hovertext").text_content() == words
 
 
+@pytest.mark.parametrize(
+    ("curve", "words"),
+    [("region", r"microbatch 32: up to [\d,]+ steps in segments"), ("segments", r"[\d,]+ segments: [\d.]+ s")],
+)
+def test_every_line_says_what_it_is_pointed_at_for(curve: str, words: str, page: Page) -> None:
+    said = page.evaluate(
+        """(curve) => document.querySelector(`[data-curve=${curve}] .plot`)._fullData
+          .filter((one) => one.mode === "lines" && one.hoverinfo !== "skip")
+          .map((one) => [one.text.at(-1), one.hovertemplate])""",
+        curve,
+    )
+    assert {template for _, template in said} == {"%{text}<extra></extra>"}
+    assert [one for one, _ in said if re.fullmatch(words, one)]
+
+
 def test_dragging_zooms_and_a_double_click_goes_back(page: Page) -> None:
     page.locator(CURVE).scroll_into_view_if_needed()
     before = page.evaluate(RANGE)
@@ -180,6 +221,17 @@ def test_a_curve_is_drawn_for_paper_and_then_again_for_the_screen(dark_page: Pag
 def test_no_button_sends_a_curve_away(page: Page) -> None:
     titles = [one.get_attribute("data-title") for one in page.locator(f"{CURVE} .modebar-btn").all()]
     assert titles == ["Download plot as a PNG", "Zoom", "Pan", "Zoom in", "Zoom out", "Reset axes"]
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("kind", ["a processor", "a card, nothing measured", TRADEOFFS])
+def test_words_in_a_curve_are_not_cut_off_nor_run_into_each_other(kind: str, width: int, open_plan: Open) -> None:
+    page = open_plan(kind).page
+    page.set_viewport_size({"width": width, "height": 844})
+    page.wait_for_function(f"() => {PLOT}._fullLayout.width {'<' if width == 390 else '>'} 390")
+    assert page.evaluate(BEYOND) == []
+    assert page.evaluate(TOUCHING) == []
+    page.set_viewport_size({"width": 1280, "height": 800})
 
 
 @each_kind

@@ -149,6 +149,16 @@ def test_a_page_does_not_take_the_place_of_its_plan(tmp_path: Path, capsys: Capt
 
 
 def test_a_page_that_cannot_be_written_is_a_misuse_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "report.html").mkdir()
     with pytest.raises(oomguard.MisuseError, match="A page is written to a file of yours"):
-        oomguard.save_page(SMALL, tmp_path)
-    assert [*tmp_path.iterdir()] == []
+        oomguard.save_page(SMALL, tmp_path / "report.html")
+    assert [*tmp_path.rglob("*")] == [tmp_path / "report.html"]
+
+
+@pytest.mark.parametrize("name", ["report.txt", "report", "report.HTML", "report.htm"])
+def test_a_page_has_the_ending_of_a_page(name: str, tmp_path: Path, capsys: Capture) -> None:
+    plan, page = oomguard.save_plan(SMALL, tmp_path / "plan.json"), tmp_path / name
+    code, written = (0, True) if ".ht" in name.lower() else (2, False)
+    assert run(["show", str(plan), "--html", str(page)]) == code
+    refusal = f"A page is written as .html or .htm, but got {name!r}. Give the file one of these endings"
+    assert (refusal in capsys.readouterr().err, page.exists()) == (not written, written)

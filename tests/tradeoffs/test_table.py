@@ -137,6 +137,7 @@ def test_what_was_measured_is_in_the_row_of_its_candidate_and_in_no_other() -> N
     assert candidate_of(row) == record.candidate
     assert (row["measured_peak_bytes"], row["verdict"]) == (record.peak_bytes, "FITS")
     assert row["measured_seconds_per_step"] == record.seconds_per_step
+    assert row["measured_tokens_per_second"] == record.tokens_per_second
 
 
 def test_of_a_plan_its_model_device_budget_and_knobs_are_taken() -> None:
@@ -144,6 +145,12 @@ def test_of_a_plan_its_model_device_budget_and_knobs_are_taken() -> None:
     assert table.attrs == {"device": "cpu", "budget_bytes": plan().budget_bytes}
     assert {*table["threads"]} == {plan().candidate.threads}
     assert {*table["seq"]} == {plan().spec.seq}
+
+
+def test_a_plan_beside_fields_of_another_spec_is_refused() -> None:
+    with pytest.raises(MisuseError, match="A plan has its own spec, but got --hidden"):
+        oomguard.tradeoffs(measured=plan(), hidden=512)
+    assert {*oomguard.tradeoffs(measured=plan(), cell="lstm", seq=50)["seq"]} == {50}
 
 
 def test_records_calibrate_what_is_predicted() -> None:
@@ -182,7 +189,7 @@ def test_the_latest_record_of_a_candidate_counts_and_what_did_not_run_has_no_fig
     table = oomguard.tradeoffs(plan().spec, over={"segments": [16]}, measured=[late, record])
     assert table["verdict"].tolist() == ["OOM"]
     assert table["measured_peak_bytes"].isna().all()
-    assert table["measured_seconds_per_step"].isna().all()
+    assert table[["measured_seconds_per_step", "measured_tokens_per_second"]].isna().all(axis=None)
 
 
 def test_records_of_other_lengths_calibrate_but_are_in_no_row() -> None:
