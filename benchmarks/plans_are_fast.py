@@ -8,8 +8,9 @@ minute, which claims nothing.
 
 The grid is microbatch x pieces (whole, segments, chunks) x engine x threads x allocator. Each candidate is run within
 the budget; those whose bare estimate is more than twice what the budget leaves over the runtime are counted as not
-fitting without a run. Then the fastest are run for 20 whole steps, each in its own child, until two have stayed within
-the budget, as a plan must (plans_do_not_run_out.py): what creeps over it later was no choice. `dropped` says how many.
+fitting without a run. Then the fastest are run for as long as 20 whole steps, each in its own child, until two have
+stayed within the budget, as a plan must (plans_do_not_run_out.py): what creeps over it later was no choice. `dropped`
+says how many.
 Since the fastest of 200 measured ones is partly the luckiest, the plan and these two are measured again by turns, each
 in its own child; the fastest pass of each counts, and the better of the two is "the best". `over` counts the rounds in
 which one did not stay within the budget.
@@ -57,7 +58,9 @@ PIECES: tuple[dict[str, Any], ...] = (
 FAR = 2.0
 ROUNDS = 5
 RUN: dict[str, Any] = {"seconds": 0.3, "steps": 3}
-HOLD: dict[str, Any] = {"seconds": 600.0, "steps": 20}
+HOLD_STEPS, SMOKE_HOLD_STEPS = 20, 1
+PROBE_PASSES = 2
+"""Of a step of a probe, at most."""
 LEAST_SPEED, MOST_RUNS = 0.95, 1 / 8
 
 
@@ -99,9 +102,9 @@ def run_grid(spec: Spec, candidates: list[Candidate], budget_bytes: int) -> tupl
 
 
 def hold(
-    spec: Spec, ran: list[tuple[float, Candidate]], budget_bytes: int, wanted: int = 2
+    spec: Spec, ran: list[tuple[float, Candidate]], budget_bytes: int, steps: int, wanted: int = 2
 ) -> tuple[list[Candidate], list[str]]:
-    """The fastest that stay within the budget for 20 whole steps, and what was faster but does not."""
+    """The fastest that stay within the budget for so many whole steps, and what was faster but does not."""
     found: list[Candidate] = []
     dropped = []
     for _, one in ran:
@@ -109,7 +112,8 @@ def hold(
             break
         with Runner("cpu", timeout=120) as runner:
             passes = -(-spec.batch // one.microbatch)
-            record = runner.probe(spec, one, budget_bytes=budget_bytes, passes=passes, **HOLD)
+            as_long = steps * -(-passes // PROBE_PASSES)
+            record = runner.probe(spec, one, budget_bytes=budget_bytes, seconds=600.0, steps=as_long)
         if record.verdict.ran:
             found.append(one)
         else:
@@ -175,10 +179,10 @@ def run_case(
     grid_seconds = time.monotonic() - began
     most = max(1, len(grid(spec)) // 8)
     plan = find_feasible_config(spec, budget=budget_bytes, max_probes=most, allow="none")
-    held, dropped = hold(spec, ran, budget_bytes)
+    held, dropped = hold(spec, ran, budget_bytes, HOLD_STEPS if rounds == ROUNDS else SMOKE_HOLD_STEPS)
     best, second = (held * 2)[:2]
     contenders, tuned = {"plan": plan.candidate, "best": best, "second": second}, None
-    if is_installed("pytorch-lightning"):
+    if rounds == ROUNDS and is_installed("pytorch-lightning"):  # a smoke run leaves it to search_needs_few_probes.py
         lightning, tuned = by_lightning(fields, budget_bytes)
         contenders |= {"lightning": lightning} if lightning is not None else {}
     found = race(spec, contenders, budget_bytes, rounds)

@@ -42,6 +42,8 @@ MODELS: tuple[dict[str, Any], ...] = (
 )
 BUDGETS_BYTES = (600 * MIB, 900 * MIB)
 SMOKE: tuple[dict[str, Any], int] = ({"cell": "lstm", "hidden": 64, "layers": 1, "seq": 100}, 400 * MIB)
+SLOW = ("lightning-binsearch", "optuna")
+"""Rivals that a smoke run leaves out: what they need is tried by the others."""
 MOST_PROBES, LEAST_SHARE, MOST_TIME = 4, 0.95, 1 / 3
 COLUMNS = ("", "found", "of max", "trials", "OOMs", "seconds")
 """Of oomguard, probes that went over the budget and were stopped count among the OOMs: rivals get an error there."""
@@ -133,7 +135,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="?", type=int, default=len(cases))
     parser.add_argument("--smoke", action="store_true", help="one tiny case, with what is installed")
-    given, rivals = parser.parse_args(), installed()
+    given = parser.parse_args()
+    rivals = [tool for tool in installed() if not (given.smoke and tool in SLOW)]
     if not given.smoke and len(rivals) < len(PACKAGES):
         parser.error("Not all rivals are here. Run: pip install -c constraints.txt '.[bench]'")
     done = []

@@ -133,7 +133,8 @@ def check_hard(spec: dict[str, Any], plain: dict[str, Any], segments: int) -> No
 def run_case(spec: dict[str, Any], counts: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
     """A row for the plain step, for each number of segments, and for the rivals with the last but one of them."""
     shared = counts[max(0, len(counts) - 2)]
-    ways = [("plain", 1), *(("segments", count) for count in counts), *((way, shared) for way in RIVALS)]
+    rivals = RIVALS if rounds > 1 or len(counts) > 1 else RIVALS[:1]
+    ways = [("plain", 1), *(("segments", count) for count in counts), *((way, shared) for way in rivals)]
     turns = [{one: measure({"spec": spec, "way": one[0], "segments": one[1]}) for one in ways} for _ in range(rounds)]
     plain, rows = turns[0]["plain", 1], []
     check_hard(spec, plain, counts[-1])
