@@ -185,3 +185,12 @@ def test_a_command_of_the_readme_has_no_stale_flag(command: str) -> None:
 def test_what_the_readme_points_to_is_there() -> None:
     for target in re.findall(r"\]\(((?!https?:)[^)#]+)\)", README):
         assert (ROOT / target).exists(), target
+
+
+CLAIMS = sorted(path.name for path in (ROOT / "benchmarks").glob("*.py") if path.read_text().startswith('"""Claim:'))
+
+
+@pytest.mark.parametrize("readme", ["README.md", "benchmarks/README.md"])
+def test_every_claim_has_its_line_in_the_tables(readme: str) -> None:
+    rows = "".join(line for line in (ROOT / readme).read_text().splitlines() if line.startswith("| "))
+    assert [name for name in CLAIMS if name not in rows] == []
