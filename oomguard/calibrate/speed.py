@@ -17,6 +17,10 @@ HALF_TIME = 0.7
 """Of the time in fp32, what half precision takes on a card before anything is measured."""
 NATIVE = 1.3
 """Of oneDNN's time, what PyTorch's own kernels take for an LSTM (2-core CPU, T = 500, B = 16)."""
+STEADY = 0.6
+"""What fixed thresholds of the C heap add to the time of PyTorch's own kernels on the CPU: what a pass frees goes back
+to the system, and comes as new pages. (GRU 128, T = 500, 2 cores: 1.6 of the time in one piece, 1.45 in chunks, 2.0 and
+1.1 in 2 and 4 segments, which free less at a time.)"""
 FORWARD_SHARE = 0.33
 """A forward pass, as a share of forward and backward: what segments add for each level."""
 PIECE_SECONDS = 3e-4
@@ -50,6 +54,7 @@ def guess(spec: Spec, knobs: Knobs, engine: Any, *, cuda: bool) -> Any:
     new = 0.0 if cuda else cold(spec, knobs, engine) * (COLD - 1)
     if not cuda and spec.cell == "lstm":
         operations = operations * np.where(np.asarray(engine) == "native", NATIVE, 1.0)
+    new = new + (0.0 if cuda else STEADY * _returns(knobs, engine))
     passes = operations / SPEED[where] * alone * (1 + FORWARD_SHARE * _forwards(knobs)) * (1 + new)
     tokens = piece_of(spec, knobs) * np.asarray(knobs.microbatch)
     calls = spec.layers * spec.directions * (1 + _forwards(knobs))
@@ -79,6 +84,12 @@ def features(spec: Spec, knobs: Knobs, engine: Any, *, cuda: bool) -> Any:
 def _forwards(knobs: Knobs) -> Any:
     """Forward passes beyond the first: one for each level of segments that are recomputed."""
     return np.asarray(knobs.levels) * np.greater(knobs.segments, 1) * np.asarray(knobs.recompute)
+
+
+def _returns(knobs: Knobs, engine: Any) -> Any:
+    """CPU: which part of a pass's small blocks goes back to the system at a time."""
+    native = (np.asarray(engine) == "native") & (np.asarray(knobs.allocator) != "plain")
+    return native / np.where(np.asarray(knobs.recompute), np.asarray(knobs.segments), 1)
 
 
 def faults(spec: Spec, knobs: Knobs, engine: Any) -> Any:
