@@ -49,7 +49,7 @@ CASES: tuple[tuple[dict[str, Any], int, bool], ...] = (
 SMOKE: tuple[dict[str, Any], int, bool] = (
     {"cell": "lstm", "seq": 200, "features": 16, "hidden": 64, "layers": 1, "batch": 256}, 420 * MIB, False
 )  # fmt: skip
-SMOKE_EVERY, SMOKE_ROUNDS = 40, 1
+SMOKE_EVERY, SMOKE_ROUNDS, SMOKE_PROBES = 40, 1, 3
 MICROBATCHES = (2, 4, 8, 16, 32)
 PIECES: tuple[dict[str, Any], ...] = (
     *({"segments": count} for count in (1, 2, 4, 8)),
@@ -177,7 +177,7 @@ def run_case(
     began = time.monotonic()
     ran, runs = run_grid(spec, candidates, budget_bytes)
     grid_seconds = time.monotonic() - began
-    most = max(1, len(grid(spec)) // 8)
+    most = max(1, len(grid(spec)) // 8) if rounds == ROUNDS else SMOKE_PROBES
     plan = find_feasible_config(spec, budget=budget_bytes, max_probes=most, allow="none")
     held, dropped = hold(spec, ran, budget_bytes, HOLD_STEPS if rounds == ROUNDS else SMOKE_HOLD_STEPS)
     best, second = (held * 2)[:2]
