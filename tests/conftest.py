@@ -3,6 +3,7 @@
 import gc
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ import oomguard  # noqa: F401
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[variable] = "1"
 os.environ["OOMGUARD_CACHE"] = ""  # no test reads or writes the user's calibrations, nor does a process that it starts
+signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background of a shell it would be ignored
 
 HOLD = """
 import sys, torch
