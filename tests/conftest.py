@@ -61,6 +61,7 @@ def neighbour() -> Iterator[Callable[[int], None]]:
             subprocess.run([*shlex.split(command), str(size_bytes)], check=True)
         elif size_bytes:
             free_bytes = torch.cuda.mem_get_info(0)[0]
+            size_bytes = min(size_bytes, free_bytes * 3 // 4)  # it needs some for itself
             words = [sys.executable, "-c", HOLD, str(size_bytes)]
             others.append(subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
             stdout = others[0].stdout
