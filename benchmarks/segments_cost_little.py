@@ -130,10 +130,11 @@ def check_hard(spec: dict[str, Any], plain: dict[str, Any], segments: int) -> No
     assert "ran_out" not in ours, f"Segments run out in half of the plain step's memory: {ours}"
 
 
-def run_case(spec: dict[str, Any], counts: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
+def run_case(
+    spec: dict[str, Any], counts: tuple[int, ...], rounds: int, rivals: tuple[str, ...] = RIVALS
+) -> list[dict[str, Any]]:
     """A row for the plain step, for each number of segments, and for the rivals with the last but one of them."""
     shared = counts[max(0, len(counts) - 2)]
-    rivals = RIVALS if rounds > 1 or len(counts) > 1 else RIVALS[:1]
     ways = [("plain", 1), *(("segments", count) for count in counts), *((way, shared) for way in rivals)]
     turns = [{one: measure({"spec": spec, "way": one[0], "segments": one[1]}) for one in ways} for _ in range(rounds)]
     plain, rows = turns[0]["plain", 1], []
@@ -180,7 +181,7 @@ def main() -> None:
     most_memory, most_time = (0.5, math.inf) if given.smoke else (MOST_MEMORY, MOST_TIME)
     claims, rows = dict[str, bool](), list[dict[str, Any]]()
     for spec, counts in cases:
-        rows += (found := run_case(spec, counts, rounds))
+        rows += (found := run_case(spec, counts, rounds, RIVALS[:1] if given.smoke else RIVALS))
         show(found)
         row = best(found, most_memory)
         words = f"{spec['cell']} × {spec['layers']}, T = {spec['seq']:,}, {row['segments']} segments"
