@@ -1,6 +1,7 @@
 """Values as the model takes them: checked, in the right type, with the place of what is wrong."""
 
 from collections.abc import Callable
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -38,17 +39,24 @@ def as_targets(spec: Spec, block: Array, nan: Nan, where: Where) -> Array:
 
 def as_numbers(block: Array, nan: Nan, where: Where) -> Array:
     """Float32, two axes. What is not finite is an error, or 0; to drop it is the business of whoever cuts sequences."""
-    with np.errstate(over="ignore"):
-        found = np.array(block, dtype=np.float32, order="C").reshape(len(block), -1)
-    if nan == "drop":
+    found = _as_floats(block)
+    if nan == "drop" or not found.size:
         return found
-    if found.size and not np.isfinite([found.min(), found.max()]).all():  # without a mask of its size, if all is well
+    if not (isfinite(found.min()) and isfinite(found.max())):  # without a mask of its size, if all is well
         bad = ~np.isfinite(found)
         if nan == "error":
             row, column = (int(one) for one in np.argwhere(bad)[0])
             raise not_finite(where(row, column), found[row, column])
         found[bad] = 0
     return found
+
+
+def _as_floats(block: Array) -> Array:
+    """A copy in float32, two axes. What is too large for it becomes infinite, and is found as that."""
+    if block.dtype == np.float32:  # the usual case, for each of many short sequences: no context is entered for it
+        return np.array(block, order="C").reshape(len(block), -1)
+    with np.errstate(over="ignore"):
+        return np.array(block, dtype=np.float32, order="C").reshape(len(block), -1)
 
 
 def as_indices(block: Array, below: int, named: tuple[str, str], where: Where, nan: Nan = "error") -> Array:
