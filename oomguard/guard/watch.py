@@ -10,9 +10,9 @@ from oomguard.device.budget import Limit
 from oomguard.device.reading import Reading
 from oomguard.units import MIB, format_bytes
 
-SECONDS = {"cpu": 0.5, "cuda": 0.1}
-"""Between two looks at most so often: on the CPU one takes a millisecond, since files of the kernel are read. Nothing
-is missed in between: peaks and retries count since the last look."""
+SECONDS = {"cpu": 1.0, "cuda": 0.1}
+"""Between two looks at least: on the CPU one takes 2 ms, since files of the kernel are read. Nothing is missed in
+between: peaks and retries count since the last look."""
 SWAPPED_BYTES = 16 * MIB
 """What of this process may be swapped out before it counts: idle pages of libraries are, sooner or later."""
 
