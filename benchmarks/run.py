@@ -34,7 +34,7 @@ SMALLER: dict[str, tuple[str, ...]] = {
     "recovers_without_loss": ("5",),
     "search_needs_few_probes": ("1",),
     "segments_cost_little": ("1",),
-    "training_costs_nothing": ("2",),
+    "training_costs_nothing": ("1",),
 }
 """Arguments of a run that takes two or three minutes, where the default takes more."""
 WHOLE: dict[str, tuple[str, ...]] = {
