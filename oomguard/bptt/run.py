@@ -118,9 +118,15 @@ class Run:
         return torch.device("cpu") if self.candidate.keep == "host" else self.model.device
 
     def span(self, i: int) -> tuple[int, int]:
-        """First step of piece `i`, and how many."""
-        start = i * self.length
-        return start, min(self.length, self.steps - start)
+        """First step of piece `i`, and how many.
+
+        If they cannot be equal, the first is shorter: it is differentiated last, in blocks that longer pieces have
+        left. Done first, it would leave a card's allocator with blocks that are too small for all others. Windows
+        begin where the sequence does, as everywhere.
+        """
+        short = 0 if self.candidate.window is not None else self.pieces * self.length - self.steps
+        start = max(0, i * self.length - short)
+        return start, min((i + 1) * self.length - short, self.steps) - start
 
     def cut(self, whole: Tensor, i: int) -> Tensor:
         """Piece `i` of a tensor of all steps, where the weights are."""

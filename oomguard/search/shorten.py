@@ -18,7 +18,7 @@ def shorten(spec: Spec, candidate: Candidate, steps: int, *, fewer: bool = True)
     >>> short.seq, candidate.segments
     (400, 4)
     >>> short, candidate = shorten(spec, make_candidate(spec, segments=99), 450)
-    >>> short.seq, candidate.segments  # pieces of 102 and, at the end, of 99 steps
+    >>> short.seq, candidate.segments  # a first piece of 99 steps, the others of 102
     (405, 4)
     """
     steps = max(1, min(steps, spec.steps))
@@ -28,10 +28,10 @@ def shorten(spec: Spec, candidate: Candidate, steps: int, *, fewer: bool = True)
     if pieces > 1 and fewer:
         least = min(pieces, 2 * candidate.levels)
         pieces = max(least, min(pieces, steps // piece))
-        short, last = piece, spec.steps - (-(-spec.steps // piece) - 1) * piece  # the last piece may be shorter
+        short, odd = piece, spec.steps - (-(-spec.steps // piece) - 1) * piece  # the first piece may be shorter
         if steps < pieces * piece:
-            short = last = max(1, steps // pieces)
-        steps = (pieces - 1) * short + max(last, short - pieces + 1)  # or the pieces would come out shorter
+            short = odd = max(1, steps // pieces)
+        steps = (pieces - 1) * short + max(odd, short - pieces + 1)  # or the pieces would come out shorter
     shorter = with_steps(spec, steps)
     window = candidate.window if candidate.window is None else min(candidate.window, steps)
     knobs = msgspec.structs.asdict(candidate) | {"segments": min(pieces, steps), "window": window}

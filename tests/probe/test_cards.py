@@ -47,6 +47,13 @@ def test_a_record_has_what_the_card_showed(runner: Runner) -> None:
     assert record.seconds_per_step is not None
 
 
+def test_a_shorter_piece_leaves_no_blocks_that_are_too_small_for_the_others(runner: Runner) -> None:
+    """Of 4 pieces of 101 steps, the odd one is differentiated last: reserved is no more than for equal ones."""
+    even, uneven = (Spec(cell="gru", seq=steps, hidden=512, layers=2, batch=64) for steps in (404, 401))
+    peaks = [runner.probe(one, one_thread(one, segments=4)).reserved_bytes or 0 for one in (even, uneven)]
+    assert 0 < peaks[1] <= peaks[0]
+
+
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_half_precision_needs_less(runner: Runner, precision: str) -> None:
     if precision not in open_device("cuda").precisions():
