@@ -222,3 +222,23 @@ def test_no_piece_ever_gives_the_logits_of_the_whole_sequence() -> None:
     for way in ("5 segments", "chunks"):
         gradients(model, batch, **WAYS[way])
     assert max(seen) == -(-STEPS // 5)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "lengths"),
+    [
+        ({"segments": 3}, [2, 4, 4, 4, 2]),  # forward up to the last, then each with its graph, from the last on
+        ({"segments": 3, "recompute": False}, [2, 4, 4]),
+        ({"window": 4}, [4, 4, 2]),
+    ],
+    ids=["segments", "chunks", "window"],
+)
+def test_of_pieces_that_cannot_be_equal_the_shorter_one_is_differentiated_last(
+    knobs: dict[str, Any], lengths: list[int]
+) -> None:
+    """Otherwise it leaves a card's allocator with blocks too small for the others. Windows begin at the start."""
+    spec = Spec(cell="gru", seq=10, features=3, hidden=4, batch=2)
+    model, seen = build(spec), list[int]()
+    model.calls[0].register_forward_hook(lambda call, given, found: seen.append(given[0].shape[0]))
+    backward(model, Microbatch(torch.randn(10, 2, 3), torch.randn(10, 2, 1)), make_candidate(spec, **knobs))
+    assert seen == lengths

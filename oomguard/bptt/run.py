@@ -120,9 +120,9 @@ class Run:
     def span(self, i: int) -> tuple[int, int]:
         """First step of piece `i`, and how many.
 
-        If they cannot be equal, the first is shorter: it is differentiated last, in blocks that longer pieces have
-        left. Done first, it would leave a card's allocator with blocks that are too small for all others. Windows
-        begin where the sequence does, as everywhere.
+        If they cannot be equal, the first is shorter: it is differentiated last (but for the direction that goes the
+        other way), in blocks that longer pieces have left. Done first, it would leave a card's allocator with blocks
+        that are too small for all others. Windows begin where the sequence does, as everywhere.
         """
         short = 0 if self.candidate.window is not None else self.pieces * self.length - self.steps
         start = max(0, i * self.length - short)
