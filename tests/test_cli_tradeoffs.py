@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from PIL import Image
-from tradeoffs.subjects import plan
+from tradeoffs.subjects import plan, segments
 
 import oomguard
 from oomguard.cli import run
@@ -108,7 +108,7 @@ def test_a_plan_gives_model_device_budget_and_what_was_measured(
     ledger = Ledger(tmp_path / RECORDS)
     for record in plan().records:
         ledger.append(record)
-    words = "tradeoffs --model lstm --seq 4000 --budget 600MiB --over segments=1,16 --json --ledger"
+    words = f"tradeoffs --model lstm --seq 4000 --budget 600MiB --over segments=1,{segments()} --json --ledger"
     (_, row) = json.loads(output(capsys, words, str(tmp_path)))["rows"]
     assert (row["verdict"], row["measured_peak_bytes"]) == ("FITS", plan().peak_bytes)
 
@@ -119,7 +119,7 @@ def test_what_was_measured_is_on_the_screen_even_among_many_rows(
     path = str(oomguard.save_plan(plan(), tmp_path / "plan.json"))
     said = output(capsys, "tradeoffs --over segments=1..64 --over microbatch=1..32 --budget 20GiB --plan", path)
     (line,) = [line for line in said.splitlines() if line.endswith("FITS")]
-    assert line.split()[:4] == ["16", "32", "×", "1"]
+    assert line.split()[:4] == [str(segments()), "32", "×", "1"]
     assert "and what was measured" in said.replace("\n", " ")
 
 

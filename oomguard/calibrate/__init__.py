@@ -155,11 +155,11 @@ class Calibration:
         known, rest = memory.split(estimate)
         peak, margin = np.zeros_like(rest), np.zeros_like(rest)
         columns = memory.features(estimate.candidate, rest)
-        groups = np.broadcast_to(memory.shapes(self.spec, estimate.candidate), len(rest))
+        places = np.broadcast_to(memory.places(self.spec, estimate.candidate), (len(rest), 1))
         apart = np.broadcast_to(scattered(self.spec, estimate.candidate), len(rest)) & (not self.place.cuda)
         for kind, rows in _kinds(estimate, self.place):
             fit, setting = self._memory_fit(kind), _setting(kind, self.place)
-            ratio, spread = fit.at(columns[rows], groups[rows])
+            ratio, spread = fit.at(columns[rows], places[rows])
             expected = rest[rows] * np.exp(ratio)
             # whatever is far from all records is still an estimate, and errs no more than those do
             most = np.maximum(bare_deviation(setting), apart[rows] * _deviation(SCATTERED_PERCENT))
@@ -175,7 +175,7 @@ class Calibration:
         if self._time is None:
             self._time = self._fit_time()
         columns = speed.features(self.spec, knobs, estimate.engine, cuda=self.place.cuda)
-        ratio, doubt = self._time.at(columns, np.zeros(len(columns)))
+        ratio, doubt = self._time.at(columns, speed.places(self.spec, knobs, estimate.engine))
         each = speed.guess(self.spec, knobs, estimate.engine, cuda=self.place.cuda) * np.exp(ratio)
         seconds = each * (self.spec.steps * self.spec.batch) + self.update_seconds
         return _as(seconds, estimate), _as(doubt, estimate)
@@ -217,8 +217,8 @@ class Calibration:
     def _exceeds(self, fit: Fit, record: Record, found: Estimate) -> bool:
         """Whether what ran out came further than it should have needed."""
         rest = memory.split(found)[1]
-        features, shapes = memory.features(record.candidate, rest), memory.shapes(record.spec, record.candidate)
-        return bool(self._measured_rest(record, found) > rest[0] * np.exp(fit.at(features, shapes)[0][0]))
+        features, places = memory.features(record.candidate, rest), memory.places(record.spec, record.candidate)
+        return bool(self._measured_rest(record, found) > rest[0] * np.exp(fit.at(features, places)[0][0]))
 
     def _measured_rest(self, record: Record, found: Estimate) -> float:
         """What a record says of that part of the peak that is to be corrected."""
@@ -240,11 +240,11 @@ class Calibration:
         # what no record calibrates keeps the margin of the bare estimate, whatever its size
         slopes = memory.SLOPES if rows else (0.0,) * len(memory.SLOPES)
         effects = [bare_deviation(setting), *slopes]
-        features, shapes, values, noise = [np.empty((0, len(effects)))], [np.empty(0, dtype=np.int64)], [], []
+        features, places, values, noise = [np.empty((0, len(effects)))], [np.empty((0, 1))], [], []
         for record, found, same in rows:
             rest, measured = memory.split(found)[1], self._measured_rest(record, found)
             features.append(memory.features(record.candidate, rest))
-            shapes.append(memory.shapes(record.spec, record.candidate) * (1 if same else -1))
+            places.append(memory.places(record.spec, record.candidate) * (1 if same else -1))
             values.append(float(np.log(measured / rest[0])))
             doubts = [
                 _noise(kind, setting) + memory.ERROR_BYTES[self.where] / rest[0],
@@ -252,20 +252,22 @@ class Calibration:
             ]
             doubts += [memory.ONE_PASS] if record.passes == 1 and kind.engine == "native" else []
             noise.append(float(np.linalg.norm(doubts)))
-        data = Data(np.concatenate(features), np.concatenate(shapes), np.array(values), np.array(noise))
+        data = Data(np.concatenate(features), np.concatenate(places), np.array(values), np.array(noise))
         return Fit(Prior(effects, memory.SHAPE[setting] if rows else 0.0), data)
 
     def _fit_time(self) -> Fit:
-        features, values, noise = [np.empty((0, len(speed.EFFECTS)))], [], []
+        features, places = [np.empty((0, len(speed.EFFECTS)))], [np.empty((0, speed.DIRECTIONS))]
+        values, noise = list[float](), list[float]()
         for record, found in self.own:
-            if record.fastest_pass_seconds is not None:
+            if record.seconds_per_pass is not None:
                 knobs, tokens = record.candidate, record.spec.steps * record.candidate.microbatch
                 features.append(speed.features(record.spec, knobs, found.engine, cuda=self.place.cuda))
+                places.append(speed.places(record.spec, knobs, found.engine))
                 guess = np.atleast_1d(speed.guess(record.spec, knobs, found.engine, cuda=self.place.cuda))[0]
-                values.append(float(np.log(record.fastest_pass_seconds / tokens / guess)))
-                noise.append(speed.NOISE if id(record) in self._new else speed.OLD_NOISE)
-        data = Data(np.concatenate(features), np.zeros(len(values)), np.array(values), np.array(noise))
-        return fit_robustly(Prior(speed.EFFECTS), data)
+                values.append(float(np.log(record.seconds_per_pass / tokens / guess)))
+                noise.append(speed.noise(record) if id(record) in self._new else speed.OLD_NOISE)
+        data = Data(np.concatenate(features), np.concatenate(places), np.array(values), np.array(noise))
+        return fit_robustly(Prior(speed.EFFECTS, speed.LOCAL, speed.REACH), data)
 
 
 def _kinds(estimate: Estimate, place: Place) -> Iterable[tuple[Kind, Any]]:

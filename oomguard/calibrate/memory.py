@@ -57,7 +57,7 @@ def features(knobs: Knobs, rest: Any) -> Any:
     return np.stack(np.broadcast_arrays(*columns), axis=1)
 
 
-def shapes(spec: Spec, knobs: Knobs) -> Any:
+def places(spec: Spec, knobs: Knobs) -> Any:
     """A number for the microbatch and its pieces: the same for a candidate and for its shorter versions.
 
     Segments are known by their length, a few of them and chunks (of which all stay) by their number.
@@ -69,4 +69,4 @@ def shapes(spec: Spec, knobs: Knobs) -> Any:
     number = np.asarray(knobs.microbatch, dtype=np.int64) * (1 << 31) + pieces
     for bit in bits:
         number = 2 * number + bit
-    return np.atleast_1d(number)
+    return np.atleast_1d(number)[:, None].astype(float)

@@ -259,7 +259,7 @@ def _front(problem: Problem, records: Sequence[Record], *, timed: bool) -> tuple
 def _as_told(plan: Plan) -> tuple[Point, ...]:
     """The front, in the time that the plan tells of its own candidate.
 
-    The search compares by the fastest pass, and a plan tells what steps took: one candidate would have two times.
+    The search takes a moment's luck out of times, and a plan tells what steps took: one candidate would have two times.
     """
     own = [one for one in plan.front if (one.seq, one.candidate) == (plan.spec.steps, plan.candidate)]
     if plan.seconds_per_step is None or not own or own[0].expected.seconds_per_step is None:

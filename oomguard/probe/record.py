@@ -84,7 +84,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     seconds_per_pass: float | None = None
     """Forward and backward of one full microbatch (median)."""
     fastest_pass_seconds: float | None = None
-    """The fastest pass: what comparisons go by, since whatever else runs on the machine only slows one down."""
+    """The fastest pass: how much faster it was than the median tells how much a time is to be trusted."""
     seconds_per_update: float | None = None
     """The optimizer's part of a step (median)."""
     passes: int = 0

@@ -24,8 +24,8 @@ CONFIRM_SECONDS = 40.0
 """What a pass at full length may take; a longer one is confirmed with shorter sequences."""
 TWO_PASSES_SECONDS = 5.0
 """Up to so long a pass is measured twice, if seconds decide, or if later ones peak higher (native engines)."""
-MEASURE_STEPS = 6
-"""Of a candidate whose passes are measured twice, at most: small ones are over in a moment."""
+MEASURE_STEPS = {False: 6, True: 30}
+"""Of a candidate whose passes are measured twice, at most: small ones are over in a moment. More if seconds decide."""
 SMALL_BYTES = 64 * MIB
 """What a first probe should grow by, to tell something about memory."""
 SMALL_SHARE = 3
@@ -36,7 +36,8 @@ FEWEST_STEPS = 48
 SAFE_SHARE = 4
 """A kind of which nothing has been measured is first run with this part of what the budget leaves to it."""
 NEAR, CLOSE = 0.8, 0.05
-"""The border is near from this share of the budget on; a peak is known well if its margin is this share of it."""
+"""The border is near from this share of what the budget leaves over the runtime on; a peak is known well if its margin
+is this share of its growth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +54,10 @@ class Known:
     confirm_seconds: float = CONFIRM_SECONDS
     """What confirming may take."""
 
-    def done(self, probe: Probe) -> bool:
-        """Whether this very probe has been run, or is being run."""
+    def turns(self, probe: Probe) -> int:
+        """How often this very probe has been run, or is being run."""
         others: list[Record | Probe] = [*self.records, *self.pending]
-        return any(probe.is_of(one) for one in others)
+        return sum(probe.is_of(one) for one in others)
 
     @property
     def measured(self) -> list[Record]:
@@ -72,8 +73,9 @@ def confirm(known: Known, view: Screened, row: int) -> Probe | None:
 def halfway(known: Known, view: Screened, row: int) -> Probe | None:
     """The candidate with half as long sequences, on the way to the border; None if that is far, or known well."""
     problem, expected = known.problem, view.prediction[row]
-    growth_bytes = expected.peak_bytes - int(np.max(view.estimate.terms["runtime"]))
-    near = problem.place.cuda or expected.safe_bytes > NEAR * problem.budget_bytes
+    runtime_bytes = int(np.max(view.estimate.terms["runtime"]))
+    growth_bytes = expected.peak_bytes - runtime_bytes
+    near = problem.place.cuda or expected.safe_bytes - runtime_bytes > NEAR * (problem.budget_bytes - runtime_bytes)
     passes = -(-view.spec.batch // view.candidates[row].microbatch)
     if (
         not near
@@ -130,11 +132,26 @@ def short(
         candidate=cut,
         role=role,
         passes=2 if twice else 1,
-        steps=MEASURE_STEPS if twice else 1,
+        steps=MEASURE_STEPS[problem.timed] if twice else 1,
         peak_bytes=int(expected.peak_bytes),
         seconds_per_pass=pass_seconds,
     )
-    return None if known.done(probe) else probe
+    return None if known.turns(probe) else probe
+
+
+def again(known: Known, view: Screened, row: int) -> Probe:
+    """Another turn of a candidate that has been run at full length, and for more than a pass."""
+    candidate = view.candidates[row]
+    passes = -(-view.spec.batch // candidate.microbatch)
+    return Probe(
+        spec=view.spec,
+        candidate=candidate,
+        role="explore",
+        passes=2,
+        steps=MEASURE_STEPS[known.problem.timed],
+        peak_bytes=int(view.peak_bytes[row]),
+        seconds_per_pass=float(view.seconds[row]) / passes,
+    )
 
 
 def _is_modest(known: Known, kind: Kind, estimate: Estimate) -> bool:

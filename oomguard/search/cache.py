@@ -93,11 +93,11 @@ def is_stale(cached: Sequence[Record], record: Record, place: Place) -> bool:
     Only records of the very model are asked: the margin of others is wide by design.
     """
     own = [one for one in cached if same_model(one.spec, record.spec) and one.engine == record.engine]
-    if not own or not record.steps or record.peak_bytes is None or record.fastest_pass_seconds is None:
+    if not own or not record.steps or record.peak_bytes is None or record.seconds_per_pass is None:
         return False
     calibration = Calibration(record.spec, own, place)
     expected = calibration.predict(estimate_step(record.spec, record.candidate, place))
     passes = record.spec.batch / record.candidate.microbatch
     seconds = (expected.seconds_per_step - calibration.update_seconds) / passes
-    off = record.fastest_pass_seconds / seconds
+    off = record.seconds_per_pass / seconds
     return record.peak_bytes > expected.safe_bytes or not 1 / STALE_TIMES < off < STALE_TIMES

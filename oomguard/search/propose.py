@@ -14,7 +14,7 @@ from oomguard.calibrate.memory import FLOOR_BYTES
 from oomguard.candidate import Candidate, check_candidate
 from oomguard.errors import MisuseError
 from oomguard.probe.record import Record
-from oomguard.search.approach import PROBE_SECONDS, Known, confirm, halfway, kind_at, of_kinds, short, small
+from oomguard.search.approach import PROBE_SECONDS, Known, again, confirm, halfway, kind_at, of_kinds, short, small
 from oomguard.search.problem import Probe, Problem
 from oomguard.search.screen import SETTING, Screened, rows_like, screen
 from oomguard.search.space import lossy
@@ -24,10 +24,12 @@ WORTH = 0.02
 """What could be better by no more than this is not looked for."""
 DETOUR = 0.02
 """What a new setting must promise more for each doubling that it is away from the best known candidate."""
+FINALISTS, TURNS, CLOSE = 3, 3, 0.1
+"""So many of the fastest are run so often, if they are as close as this to the fastest: one time alone is half luck."""
 MUCH = 0.15
 """By so much something else must be faster to be confirmed after another candidate has been."""
-OPTIMISM = 0.6
-"""How many standard deviations faster than expected something unknown may be."""
+OPTIMISM, CURIOSITY = 0.3, 1.5
+"""How many standard deviations faster than expected something unknown may be; and where it takes a second to try."""
 MOST_STEPS, BOLD = 3, 0.6
 """Probes near the largest; and the part of the margin that those after the first keep to."""
 
@@ -47,15 +49,18 @@ def _fastest(known: Known) -> Probe | None:
     view = screen(known.problem, known.records)
     if not view.eligible.any():
         return _try_smallest(known, view)
-    again = view.shortest < view.longest  # or it was to be timed, and only turned out to be slow
-    confirmed = _confirmed(known, view) & again & (_pass_seconds(view) > 2 * PROBE_SECONDS)
+    longer = view.shortest < view.longest  # or it was to be timed, and only turned out to be slow
+    confirmed = _confirmed(known, view) & longer & (_pass_seconds(view) > 2 * PROBE_SECONDS)
     if confirmed.any():  # at a length that was not needed to time it: after that, only what is far better counts
         return _second(known, view, confirmed)
-    if known.explore:
-        for row in _promising(known, view):
-            probe = short(known, view, row, "explore")
-            if probe is not None:
-                return (halfway(known, view, row) or probe) if probe.spec == view.spec else probe
+    turn = _turn(known, view, finalists=1, turns=2)  # what luck made the best would keep others from being tried
+    for row in _promising(known, view) if known.explore and turn is None else ():
+        probe = short(known, view, row, "explore")
+        if probe is not None:
+            return (halfway(known, view, row) or probe) if probe.spec == view.spec else probe
+    turn = turn or _turn(known, view)
+    if turn is not None:
+        return turn
     return confirm(known, view, int(np.argmin(np.where(view.eligible, view.expected, np.inf))))
 
 
@@ -67,6 +72,26 @@ def _second(known: Known, view: Screened, confirmed: Any) -> Probe | None:
     row = int(np.argmin(others))
     slow = others[row] < (1 - MUCH) * view.seconds[best]
     return confirm(known, view, row) if slow and known.explore and confirmed.sum() == 1 else None
+
+
+def _turn(known: Known, view: Screened, finalists: int = FINALISTS, turns: int = TURNS) -> Probe | None:
+    """Another turn of one of the fastest, so that none is chosen for its luck: the one that has had the fewest, of the
+    same kind as the last probe if there is one (the child need not be started anew). None if it would take long."""
+    seconds = np.where(_quick(view) & ~np.isnan(view.seconds), view.seconds, np.inf)
+    timed = [int(row) for row in np.argsort(seconds, kind="stable")[: FINALISTS + 1] if np.isfinite(seconds[row])]
+    if len(timed) < 2:
+        return None
+    last, waiting = kind_of(known.records[-1]), []
+    for row in timed[:finalists]:
+        probe, close = again(known, view, row), seconds[row] <= (1 + CLOSE) * seconds[timed[0]]
+        if close and (had := known.turns(probe)) < turns:
+            waiting.append((had, kind_at(view, row) != last, seconds[row], probe))
+    return min(waiting, key=lambda one: one[:3])[3] if waiting else None
+
+
+def _quick(view: Screened) -> Any:
+    """What can be run whole in a second or two, and has been."""
+    return view.eligible & (view.longest == view.spec.steps) & (_pass_seconds(view) <= 2 * PROBE_SECONDS)
 
 
 def _promising(known: Known, view: Screened) -> list[int]:
@@ -81,7 +106,8 @@ def _promising(known: Known, view: Screened) -> list[int]:
         first = np.where(view.eligible & view.timeable, expected, np.inf)
         return [int(np.argmin(first))]
     away = _away(view, int(np.nanargmin(timed)))
-    hope = expected * np.exp(-OPTIMISM * view.prediction.doubt) * (1 + DETOUR * away)
+    optimism = CURIOSITY if _quick(view).any() else OPTIMISM
+    hope = expected * np.exp(-optimism * view.prediction.doubt) * (1 + DETOUR * away)
     hope = np.where(pool & np.isnan(view.seconds) & np.isfinite(away), hope, np.inf)
     rows = np.argsort(hope, kind="stable")[:3]
     return [int(row) for row in rows if hope[row] < np.nanmin(timed) * (1 - WORTH)]

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 MAX_PROBES = 24
 TIMEOUT_SECONDS = 100.0
 """Of a whole search, unless it is told otherwise."""
-MEASURE_SECONDS = 1.0
-"""Once its steps have taken so long, a probe begins no further one."""
+MEASURE_SECONDS = {False: 1.0, True: 1.5}
+"""Once its steps have taken so long, a probe begins no further one: a little later if seconds decide."""
 START_SECONDS = 45.0
 """What the start of a child may take on a busy machine: on a card 17 s were seen."""
 PATIENCE = 6.0
@@ -99,7 +99,8 @@ class Search:
     def run(self, devices: Iterable[str]) -> Found:
         """Work on all devices until it is done, out of time or interrupted."""
         with ExitStack() as stack:
-            runners = [stack.enter_context(Runner(name, seconds=MEASURE_SECONDS)) for name in devices]
+            seconds = MEASURE_SECONDS[self.problem.timed]
+            runners = [stack.enter_context(Runner(name, seconds=seconds)) for name in devices]
             try:
                 if len(runners) == 1:
                     self._work(runners[0])
@@ -211,7 +212,8 @@ class Search:
     def _patience(self, probe: Probe) -> float:
         """How long a probe may take: what is expected, several times, but not beyond the end of the search."""
         patience = PATIENCE if probe.role != "confirm" else PATIENCE / 2  # of which the time is well known by then
-        expected = START_SECONDS + patience * (MEASURE_SECONDS + probe.passes * probe.seconds_per_pass)
+        seconds = MEASURE_SECONDS[self.problem.timed] + probe.passes * probe.seconds_per_pass
+        expected = START_SECONDS + patience * seconds
         return min(expected, max(LAST_SECONDS, self.left))
 
     def _probe(self, runner: Runner, probe: Probe) -> Record:

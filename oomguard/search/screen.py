@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import numpy as np
 
 from oomguard.calibrate import Calibration, Prediction, same_model
 from oomguard.calibrate.memory import REPEAT
-from oomguard.calibrate.speed import cold, faults
+from oomguard.calibrate.speed import LOCAL, cold, faults, noise
 from oomguard.candidate import Candidate, Candidates
 from oomguard.estimate.batch import estimate_batch
 from oomguard.estimate.breakdown import Estimate
@@ -45,7 +46,8 @@ class Screened:
     fits: Any
     """Whether it runs, and that is within the budget."""
     seconds: Any
-    """Of a step, where the candidate (or a shortened one) has been timed; elsewhere nan."""
+    """Of a step, where the candidate (or a shortened one) has been timed; elsewhere nan. What a moment's luck may have
+    done to that is taken back."""
     longest: Any
     """The longest sequences that it has been run with; 0 if never."""
     shortest: Any
@@ -98,10 +100,11 @@ def screen(problem: Problem, records: Sequence[Record], spec: Spec | None = None
         rows = _rows_of(record, spec, candidates)
         if not problem.place.cuda:  # short sequences of small blocks do not tell the time of large ones
             rows &= (faulting == _asked(faults, record)) & (large == _asked(cold, record))
-        if record.verdict.ran and record.fastest_pass_seconds is not None:
-            tokens = record.spec.steps * record.candidate.microbatch
-            each = record.fastest_pass_seconds / tokens
-            seconds[rows] = each * (spec.steps * spec.batch) + calibration.update_seconds
+        if record.verdict.ran and record.seconds_per_pass is not None:
+            turns = turns_of(record, records)
+            passes = spec.steps * spec.batch / (record.spec.steps * record.candidate.microbatch)
+            measured = passes * median(one.seconds_per_pass or 0.0 for one in turns) + calibration.update_seconds
+            seconds[rows] = _sober(measured, turns, prediction.seconds_per_step[rows])
             shortest[rows] = np.minimum(shortest[rows], record.spec.steps)
             longest[rows] = np.maximum(longest[rows], record.spec.steps)
         elif record.verdict.name in HOPELESS:
@@ -112,7 +115,8 @@ def screen(problem: Problem, records: Sequence[Record], spec: Spec | None = None
             fits &= ~(rows | _no_smaller(record, rows, candidates, prediction))
         if record.spec == spec and record.verdict.ran and record.peak_bytes is not None:
             here = rows & rows_like(candidates, record.candidate, ["segments"])
-            peak[here], safe[here] = record.peak_bytes, repeated_bytes(record, cuda=problem.place.cuda)
+            highest = max(turns_of(record, records), key=lambda one: one.peak_bytes or 0)
+            peak[here], safe[here] = highest.peak_bytes, repeated_bytes(highest, cuda=problem.place.cuda)
             fits[here] = safe[here] <= problem.budget_bytes
     for record in records:
         if record.verdict is Verdict.STRAINED and same_model(record.spec, spec) and record.peak_bytes is not None:
@@ -127,15 +131,32 @@ def screen(problem: Problem, records: Sequence[Record], spec: Spec | None = None
     )  # fmt: skip
 
 
+def turns_of(record: Record, records: Sequence[Record]) -> list[Record]:
+    """All records of the very same probe that ran: what may be fastest is run several times."""
+    return [
+        one
+        for one in records
+        if one.verdict.ran and (one.candidate, one.spec) == (record.candidate, record.spec) and one.steps
+    ]
+
+
+def _sober(measured: float, turns: Sequence[Record], predicted: Any) -> Any:
+    """A measured time, drawn towards what was predicted by as much as luck may have moved it away from there."""
+    doubt = median(map(noise, turns)) / len(turns) ** 0.5
+    share = doubt**2 / (doubt**2 + LOCAL**2)
+    return measured * np.exp(np.clip(share * np.log(predicted / measured), -doubt, doubt))
+
+
 def record_of(records: Sequence[Record], view: Screened, row: int) -> Record | None:
-    """The record that tells most of a candidate; None if it never ran."""
+    """The record that tells most of a candidate; of several turns the one that peaked highest; None if it never ran."""
     candidate = pick(view.candidates, np.array([row]))
     own = [
         one
         for one in records
         if one.verdict.ran and same_model(one.spec, view.spec) and _rows_of(one, view.spec, candidate)[0]
     ]
-    return max(own, key=lambda one: _weight(one, view.spec), default=None)
+    best = max(own, key=lambda one: _weight(one, view.spec), default=None)
+    return best and max(turns_of(best, own), key=lambda one: one.peak_bytes or 0)
 
 
 def _weight(record: Record, spec: Spec) -> tuple[bool, int, str]:

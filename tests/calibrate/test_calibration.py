@@ -115,7 +115,8 @@ def test_times_are_learned_from_short_sequences() -> None:
 def test_one_time_that_is_far_off_does_little() -> None:
     machine = Machine(effects={0: 0.5})
     records = records_of(machine, steps=(200, 300, 400))
-    slow = msgspec.structs.replace(records[0], fastest_pass_seconds=20 * (records[0].fastest_pass_seconds or 1))
+    seconds = 20 * (records[0].seconds_per_pass or 1)
+    slow = msgspec.structs.replace(records[0], seconds_per_pass=seconds, fastest_pass_seconds=seconds)
     estimate = estimate_step(SPEC, make_candidate(SPEC))
     honest = Calibration(SPEC, records, CPU).predict(estimate).seconds_per_step
     assert Calibration(SPEC, [slow, *records[1:]], CPU).predict(estimate).seconds_per_step == pytest.approx(
@@ -140,14 +141,22 @@ def test_models_are_the_same_whatever_the_length_and_number_of_their_sequences()
     assert not same_model(SPEC, msgspec.structs.replace(SPEC, layers=3))
 
 
-def test_what_rows_of_a_group_have_in_common_is_told_from_the_effects() -> None:
-    features, groups = np.ones((4, 1)), np.array([1, 1, 2, 2])
-    data = Data(features, groups, np.array([0.1, 0.1, -0.1, -0.1]), np.full(4, 0.01))
-    mean, deviation = Fit(Prior([0.5], group=0.2), data).at(np.ones((3, 1)), np.array([1, 2, 3]))
+def test_what_rows_at_one_place_have_in_common_is_told_from_the_effects() -> None:
+    features, places = np.ones((4, 1)), np.array([[1], [1], [2], [2]])
+    data = Data(features, places, np.array([0.1, 0.1, -0.1, -0.1]), np.full(4, 0.01))
+    mean, deviation = Fit(Prior([0.5], local=0.2), data).at(np.ones((3, 1)), np.array([[1], [2], [3]]))
     assert mean[0] == pytest.approx(0.1, abs=0.01)
     assert mean[1] == pytest.approx(-0.1, abs=0.01)
     assert abs(mean[2]) < 0.02
     assert deviation[2] > 5 * deviation[0]
+
+
+def test_the_nearer_a_place_the_more_it_is_like_what_was_measured() -> None:
+    data = Data(np.ones((1, 1)), np.array([[0.0, 0.0]]), np.array([0.3]), np.array([0.01]))
+    away = np.array([[0.0, 0.0], [0.6, 0.8], [3.0, 0.0]])
+    mean, deviation = Fit(Prior([0.01], local=0.2, reach=1.0), data).at(np.ones((3, 1)), away)
+    assert mean == pytest.approx([0.3, 0.18, 0.0], abs=0.02)
+    assert (np.diff(deviation) > 0).all()
 
 
 @pytest.mark.parametrize("segments", [1, 2])

@@ -134,16 +134,16 @@ def test_nothing_is_stale_that_nobody_has_measured_before() -> None:
 @pytest.mark.parametrize("factor", [0.5, 1.0, 2.0])
 def test_a_time_that_is_off_by_two_is_noise(factor: float) -> None:
     record = record_of()
-    assert record.fastest_pass_seconds is not None
-    again = msgspec.structs.replace(record, fastest_pass_seconds=factor * record.fastest_pass_seconds)
+    assert record.seconds_per_pass is not None
+    again = msgspec.structs.replace(record, seconds_per_pass=factor * record.seconds_per_pass)
     assert not is_stale([record_of(), record_of(microbatch=8)], again, CPU)
 
 
 @pytest.mark.parametrize("factor", [0.25, 4.0])
 def test_a_time_that_is_off_by_four_is_stale(factor: float) -> None:
     record = record_of()
-    assert record.fastest_pass_seconds is not None
-    again = msgspec.structs.replace(record, fastest_pass_seconds=factor * record.fastest_pass_seconds)
+    assert record.seconds_per_pass is not None
+    again = msgspec.structs.replace(record, seconds_per_pass=factor * record.seconds_per_pass)
     assert is_stale([record_of(), record_of(microbatch=8)], again, CPU)
 
 

@@ -1,5 +1,6 @@
 """Whole searches on a CUDA card, whichever is there."""
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -8,6 +9,7 @@ from device.cards import two_cards
 import oomguard
 from oomguard.device import open_device
 from oomguard.probe.verdict import Verdict
+from oomguard.search.propose import TURNS
 from oomguard.search.run import Progress
 from oomguard.spec import Spec
 from oomguard.units import GIB, MIB
@@ -61,11 +63,12 @@ def test_what_a_neighbour_takes_in_the_middle_of_a_search_costs_nothing_but_room
 
 
 @two_cards
-def test_two_cards_search_together_and_run_nothing_twice() -> None:
+def test_two_cards_search_together_and_run_only_the_fastest_again() -> None:
     plan = oomguard.find_feasible_config(LSTM, device="cuda:0,cuda:1", budget=3 * GIB)
     assert plan.ooms == 0
     assert {one.device for one in plan.records} == {"cuda:0", "cuda:1"}
-    assert len({(one.spec, one.candidate) for one in plan.records}) == len(plan.records)
+    turns = Counter((one.spec, one.candidate) for one in plan.records)
+    assert all(count == 1 or (spec == LSTM and count <= TURNS) for (spec, _), count in turns.items())
     assert plan.peak_bytes <= 3 * GIB
 
 

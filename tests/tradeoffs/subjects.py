@@ -25,6 +25,11 @@ def plan() -> Plan:
     return searched("lstm in 600 MiB")[2]
 
 
+def segments() -> int:
+    """Those that it chose."""
+    return plan().candidate.segments
+
+
 @cache
 def on_a_card() -> Plan:
     """The same on a card."""

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from plan.searched import searched
-from tradeoffs.subjects import on_a_card, plan, planned
+from tradeoffs.subjects import on_a_card, plan, planned, segments
 
 import oomguard
 from oomguard.candidate import KNOBS, Candidate
@@ -171,7 +171,7 @@ def test_a_ledger_its_directory_its_records_and_a_plans_file_tell_the_same(tmp_p
     for record in plan().records:
         ledger.append(record)
     path = str(oomguard.save_plan(plan(), tmp_path / "plan.json"))
-    asked: dict[str, Any] = {"spec": plan().spec, "budget": plan().budget_bytes, "over": {"segments": [1, 16]}}
+    asked: dict[str, Any] = {"spec": plan().spec, "budget": plan().budget_bytes, "over": {"segments": [1, segments()]}}
     tables = [
         oomguard.tradeoffs(**asked, measured=measured)
         for measured in (plan(), path, ledger, tmp_path, str(tmp_path), plan().records)
@@ -186,14 +186,14 @@ def test_the_latest_record_of_a_candidate_counts_and_what_did_not_run_has_no_fig
     assert record is not None
     nothing: dict[str, Any] = {"peak_bytes": 1, "seconds_per_step": None, "steps": 0, "verdict": Verdict.OOM}
     late = msgspec.structs.replace(record, started="2027-01-01T00:00:00.000", **nothing)
-    table = oomguard.tradeoffs(plan().spec, over={"segments": [16]}, measured=[late, record])
+    table = oomguard.tradeoffs(plan().spec, over={"segments": [segments()]}, measured=[late, record])
     assert table["verdict"].tolist() == ["OOM"]
     assert table["measured_peak_bytes"].isna().all()
     assert table[["measured_seconds_per_step", "measured_tokens_per_second"]].isna().all(axis=None)
 
 
 def test_records_of_other_lengths_calibrate_but_are_in_no_row() -> None:
-    table = oomguard.tradeoffs(measured=plan(), over={"seq": [1000, 2000], "segments": [16]}, microbatch=32)
+    table = oomguard.tradeoffs(measured=plan(), over={"seq": [1000, 2000], "segments": [segments()]}, microbatch=32)
     assert table["verdict"].isna().all()
     assert (table["time_factor"] < 2).all()
 
