@@ -17,7 +17,7 @@ from typing import Any
 
 from results import print_row, publish
 
-from oomguard import Plan, Runner, find_feasible_config, load_plan, save_plan
+from oomguard import Plan, Runner, load_plan
 from oomguard.candidate import make_candidate
 from oomguard.units import MIB, format_bytes, format_seconds, parse_bytes
 
@@ -29,25 +29,12 @@ PROGRAM = (sys.executable, "-P", "-m", "oomguard")
 WIDTHS = (14, 9, 7, 12, 12, 14, 10)
 
 
-def has_command() -> bool:
-    """Whether this oomguard has `oomguard plan`."""
-    asked = [*PROGRAM, "plan", "--help"]
-    return subprocess.run(asked, capture_output=True).returncode == 0
-
-
-def command(seq: int, budget: str | None, output: Path, more: tuple[str, ...]) -> list[str]:
-    """What a user types, or the same by way of Python."""
-    words = ["--seq", str(seq), "--output", str(output), *(["--budget", budget] if budget else [])]
-    if has_command():
-        return [*PROGRAM, "plan", "--model", "lstm", *words, *more]
-    return [sys.executable, str(Path(__file__)), *words]
-
-
 def run(seq: int, budget: str | None, more: tuple[str, ...]) -> tuple[Plan, float]:
     """The plan, and the seconds that it took."""
     with tempfile.TemporaryDirectory() as directory:
         output = Path(directory) / "plan.json"
-        words = command(seq, budget, output, more)
+        words = [*PROGRAM, "plan", "--model", "lstm", "--seq", str(seq), "--output", str(output), *more]
+        words += ["--budget", budget] if budget else []
         began = time.monotonic()
         done = subprocess.run(words, capture_output=True, text=True)
         seconds = time.monotonic() - began
@@ -65,13 +52,8 @@ def plain_verdict(plan: Plan) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seq", type=int, default=SEQ)
-    parser.add_argument("--output", help=argparse.SUPPRESS)
-    parser.add_argument("--budget", help=argparse.SUPPRESS)
     parser.add_argument("--smoke", action="store_true", help="short sequences in a small budget, three probes")
     given = parser.parse_args()
-    if given.output:
-        save_plan(find_feasible_config(cell="lstm", seq=given.seq, budget=given.budget), given.output)
-        return
     rows: list[dict[str, Any]] = []
     seq = SMOKE_SEQ if given.smoke else given.seq
     budgets = (SMOKE_BUDGET,) if given.smoke else (None, BUDGET)
@@ -97,7 +79,7 @@ def main() -> None:
         f"the plain step does not fit in {tight['budget_bytes'] // MIB} MiB ({tight['plain']})": hard,
         "no probe runs out of memory": not any(row["ooms"] for row in rows),
     }
-    result = {"seq": seq, "command": has_command(), "rows": rows}
+    result = {"seq": seq, "rows": rows}
     publish("a_plan_takes_two_minutes", result, claims, whole=seq == SEQ)
 
 

@@ -268,7 +268,7 @@ def claims_of(cases: list[dict[str, Any]], reach: int, *, timed: bool) -> dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budgets", default=",".join(BUDGETS))
-    parser.add_argument("--smoke", action="store_true", help="one small budget, coarsely, a quarter of the reach")
+    parser.add_argument("--smoke", action="store_true", help="one small budget, coarsely, a tenth of the reach")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
@@ -280,7 +280,7 @@ def main() -> None:
             sys.exit(REFUSED)
         return
     budgets = [16 * MIB] if given.smoke else [parse_bytes(one) for one in given.budgets.split(",")]
-    reach, part = (REACH // 4, 1) if given.smoke else (REACH, 50)
+    reach, part = (REACH // 10, 1) if given.smoke else (REACH, 50)
     with tempfile.TemporaryDirectory() as directory:
         path, cases = Path(directory) / "data", list[dict[str, Any]]()
         write(path, reach * 2 * plain_guess(max(budgets)))

@@ -182,15 +182,18 @@ def away(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
 
-def compare(plan: oomguard.Plan, data: np.ndarray, home: Path, seed: int) -> dict[str, dict[str, Any]]:
-    """Everyone through the same errors."""
+def compare(
+    plan: oomguard.Plan, data: np.ndarray, home: Path, seed: int, *, keeps: tuple[bool, ...] = (False, True)
+) -> dict[str, dict[str, Any]]:
+    """Everyone through the same errors. `keeps`: whether the rival's model stays what it is when it starts anew."""
     whole = oomguard.train(plan, data, run=str(home / "whole-in-memory"), steps=STEPS, validation=0, normalise="none")
     rows: dict[str, dict[str, Any]] = {}
     for where, errors in ERRORS.items():
         others, found = disturbed(plan, data, home / where.replace(" ", "-"), errors, seed)
         rows[f"oomguard, {where}"] = found | {"difference": away(others, weights(whole.model))}
     if packages():
-        for keep, how in ((False, "made anew"), (True, "kept")):
+        for keep in keeps:
+            how = "kept" if keep else "made anew"
             undisturbed, _ = by_accelerate(data, (), keep=keep)
             for where, errors in ERRORS.items():
                 others, found = by_accelerate(data, errors, keep=keep)
@@ -226,7 +229,7 @@ def main() -> None:
         plan = oomguard.find_feasible_config(**SPEC, threads=1, allow="none", allocator="plain", max_probes=2)
         data = np.random.default_rng(0).normal(size=(SEQUENCES, SPEC["seq"], 5)).astype(np.float32)
         data[:, 0, 0] = np.arange(len(data))
-        rows = compare(plan, data, home, asked.seed)
+        rows = compare(plan, data, home, asked.seed, keeps=(False,) if asked.smoke else (False, True))
         show(rows)
         np.save(home / "data.npy", data)
         oomguard.save_plan(plan, home / "plan.json")

@@ -28,7 +28,7 @@ SMALLER: dict[str, tuple[str, ...]] = {
     "estimates_track_peaks": ("--calibrated", "5"),
     "it_learns": ("40",),
     "long_sequences_fit": ("--budgets", "256MiB"),
-    "plans_are_fast": ("--cases", "1", "--every", "12"),
+    "plans_are_fast": ("--cases", "1", "--every", "24"),
     "plans_do_not_run_out": ("3",),
     "probes_hurt_nobody": ("30",),
     "recovers_without_loss": ("5",),

@@ -42,8 +42,9 @@ MODELS: tuple[dict[str, Any], ...] = (
 )
 BUDGETS_BYTES = (600 * MIB, 900 * MIB)
 SMOKE: tuple[dict[str, Any], int] = ({"cell": "lstm", "hidden": 64, "layers": 1, "seq": 100}, 400 * MIB)
-SLOW = ("lightning-binsearch", "optuna")
-"""Rivals that a smoke run leaves out: what they need is tried by the others."""
+SLOW = ("lightning-binsearch", "optuna", "accelerate")
+"""Rivals that a smoke run leaves out: what they need is tried by the others, and accelerate in
+recovers_without_loss.py."""
 MOST_PROBES, LEAST_SHARE, MOST_TIME = 4, 0.95, 1 / 3
 COLUMNS = ("", "found", "of max", "trials", "OOMs", "seconds")
 """Of oomguard, probes that went over the budget and were stopped count among the OOMs: rivals get an error there."""
