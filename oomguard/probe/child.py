@@ -37,12 +37,13 @@ LIFELINE_SECONDS = 1.0
 LISTENER_BYTES, PROBE_BYTES = 256 * KIB, 2 * MIB
 """Stacks of that thread and of a probe's. The usual 8 MiB would count as committed in every record; 2 MiB are what
 threads get where the system sets no limit."""
-LEFT_BYTES, LEFT_PERCENT = 3 * MIB, 1
+LEFT_BYTES, LEFT_PERCENT, LEFT_PLAIN_PERCENT = 3 * MIB, 1, 2
 """What may be left after a probe before the child must be replaced, since the next peak would count it. About 1.7 MiB
-come with the first full step of any process, so that every peak counts them anyway."""
+come with the first full step of any process, so that every peak counts them anyway. Without fixed thresholds of the
+heap (`plain`, on the CPU) peaks differ by more than that from run to run."""
 LEFT_COMMITTED_BYTES = 16 * MIB
-"""The same of committed bytes, over what there was after the first probe, when the C library has the stacks of all
-threads in its cache. oneDNN's kernels take up to 14 MiB."""
+"""The same of committed bytes where they are limited, over what there was after the first probe, when the C library has
+the stacks of all threads in its cache. oneDNN's kernels take up to 14 MiB."""
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MESSAGE_CHARACTERS = 300
 AGAIN = (Verdict.FITS, Verdict.STRAINED, Verdict.OVER, Verdict.UNSUPPORTED)
@@ -116,7 +117,9 @@ class Server:
             how_far = {"peak_bytes": reached.peak_bytes, "runtime_bytes": reached.runtime_bytes}
             answer = msgspec.structs.replace(answer, **how_far, retries=reached.retries)
         device.release()
-        return msgspec.structs.replace(answer, fresh=answer.verdict in AGAIN and self._is_as_new(device.reading()))
+        return msgspec.structs.replace(
+            answer, fresh=answer.verdict in AGAIN and self._is_as_new(device.reading(), request)
+        )
 
     def _attempt(self, request: Request, device: "Device") -> Answer:
         try:
@@ -178,17 +181,17 @@ class Server:
         if self.base_bytes is None:
             self.base_bytes = device.reading().now_bytes
 
-    def _is_as_new(self, now: Reading) -> bool:
+    def _is_as_new(self, now: Reading, request: Request) -> bool:
         """Whether this process is back where it began, as far as the next peak could tell."""
         if self.base_bytes is None:  # it found that it cannot run before it ran anything
             return True
         if self.committed_bytes is None:
             self.committed_bytes = now.committed_bytes
-        left_bytes = now.now_bytes - self.base_bytes
         left_committed_bytes = (now.committed_bytes or 0) - (self.committed_bytes or 0)
-        return (
-            left_bytes <= max(LEFT_BYTES, self.base_bytes * LEFT_PERCENT // 100)
-            and left_committed_bytes <= LEFT_COMMITTED_BYTES
+        plain = request.device == "cpu" and request.candidate.allocator == "plain"
+        share = self.base_bytes * (LEFT_PLAIN_PERCENT if plain else LEFT_PERCENT) // 100
+        return now.now_bytes - self.base_bytes <= max(LEFT_BYTES, share) and (
+            request.committed_bytes is None or left_committed_bytes <= LEFT_COMMITTED_BYTES
         )
 
 

@@ -40,9 +40,13 @@ TAIL_BYTES = 8192
 """What is kept of a child's last words."""
 WORDS_BYTES = 16 * MIB
 """When a child has said so much, what it said is dropped: its words are in a file, which can be memory."""
-CHILD_ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "24"}
-"""Unless the user has set it. oneDNN keeps the last 1024 kernels it made, about 0.1 MiB each: a child would grow with
-every new shape. A step uses 8 to 22 of them, whatever the number of layers."""
+CHILD_ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "24", "MALLOC_ARENA_MAX": "1"}
+"""Unless the user has set the first. oneDNN keeps the last 1024 kernels it made, about 0.1 MiB each: a child would grow
+with every new shape. A step uses 8 to 22 of them, whatever the number of layers.
+
+A training runs in the main thread, a probe in one of its own. With an arena of its own too, it would not run in the
+heap that a training has; and what is free at the top of such an arena no malloc_trim gives back (mtrim, malloc.c, glibc
+2.36: 10 to 28 MiB were left, and every probe needed a new child)."""
 
 
 class Runner:

@@ -69,21 +69,23 @@ OTHERS = (
 """Time steps, hidden size and batch: larger and smaller ones."""
 
 
-def test_a_record_does_not_depend_on_what_ran_before(shared: Runner) -> None:
+@pytest.mark.parametrize(("allocator", "share"), [("steady", 0.01), ("plain", 0.05)])
+def test_a_record_does_not_depend_on_what_ran_before(shared: Runner, allocator: str, share: float) -> None:
+    """Without fixed thresholds of the heap, a peak differs from run to run even in new processes."""
     with Runner(seconds=0.5) as new:
-        alone = new.probe(GRU, one_thread(GRU))
+        alone = new.probe(GRU, one_thread(GRU, allocator=allocator))
     shared.close()
     pids = set()
     for seq, hidden, batch in OTHERS:
         other = msgspec.structs.replace(GRU, seq=seq, hidden=hidden, batch=batch)
-        assert shared.probe(other, one_thread(other)).verdict is Verdict.FITS
+        assert shared.probe(other, one_thread(other, allocator=allocator)).verdict is Verdict.FITS
         pids.add(shared.pid)
     for knobs in ({"segments": 5}, {"microbatch": 5}):
-        assert shared.probe(GRU, one_thread(GRU, **knobs)).verdict is Verdict.FITS
+        assert shared.probe(GRU, one_thread(GRU, allocator=allocator, **knobs)).verdict is Verdict.FITS
         pids.add(shared.pid)
-    after = shared.probe(GRU, one_thread(GRU))
+    after = shared.probe(GRU, one_thread(GRU, allocator=allocator))
     assert pids == {shared.pid}  # all in one child
-    assert after.peak_bytes == pytest.approx(alone.peak_bytes, rel=0.01)
+    assert after.peak_bytes == pytest.approx(alone.peak_bytes, rel=share)
     assert after.committed_bytes == pytest.approx(alone.committed_bytes, rel=0.05)
 
 

@@ -1,6 +1,7 @@
 """What a child keeps to itself: nothing of one probe may reach the next."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -39,22 +40,35 @@ def test_each_kind_of_step_is_warmed_up_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("left_bytes", "left_committed_bytes", "as_new"),
+    ("left_bytes", "left_committed_bytes", "allocator", "limited", "as_new"),
     [
-        (0, 0, True),
-        (-MIB, -MIB, True),
-        (LEFT_BYTES, LEFT_COMMITTED_BYTES, True),
-        (LEFT_BYTES + 1, 0, False),
-        (0, LEFT_COMMITTED_BYTES + 1, False),
+        (0, 0, "steady", True, True),
+        (-MIB, -MIB, "steady", True, True),
+        (LEFT_BYTES, LEFT_COMMITTED_BYTES, "steady", True, True),
+        (LEFT_BYTES + 1, 0, None, True, False),
+        (LEFT_BYTES + 1, 0, "plain", True, True),
+        (2 * LEFT_BYTES + 1, 0, "plain", True, False),
+        (0, LEFT_COMMITTED_BYTES + 1, "steady", True, False),
+        (0, LEFT_COMMITTED_BYTES + 1, "plain", False, True),
     ],
 )
-def test_a_child_is_as_new_if_next_to_nothing_is_left(left_bytes: int, left_committed_bytes: int, as_new: bool) -> None:
+def test_a_child_is_as_new_if_next_to_nothing_is_left(
+    left_bytes: int, left_committed_bytes: int, allocator: Any, limited: bool, as_new: bool
+) -> None:
+    """Of committed bytes only where they are limited."""
     server = Server()
-    server.base_bytes, server.committed_bytes = 100 * MIB, 200 * MIB
+    server.base_bytes, server.committed_bytes = 300 * MIB, 400 * MIB
     now = Reading(
         peak_bytes=GIB,
-        now_bytes=100 * MIB + left_bytes,
+        now_bytes=300 * MIB + left_bytes,
         runtime_bytes=0,
-        committed_bytes=200 * MIB + left_committed_bytes,
+        committed_bytes=400 * MIB + left_committed_bytes,
     )
-    assert server._is_as_new(now) is as_new
+    request = Request(
+        spec=TINY,
+        candidate=one_thread(TINY, allocator=allocator),
+        device="cpu",
+        budget_bytes=GIB,
+        committed_bytes=2 * GIB if limited else None,
+    )
+    assert server._is_as_new(now, request) is as_new
