@@ -42,7 +42,7 @@ from oomguard.checkpoint import load
 from oomguard.presets import make_spec
 from oomguard.train import loop
 
-SPEC: dict[str, Any] = {"cell": "lstm", "seq": 100, "features": 4, "hidden": 64, "layers": 2, "batch": 16}
+SPEC: dict[str, Any] = {"cell": "lstm", "seq": 30, "features": 4, "hidden": 64, "layers": 2, "batch": 16}
 STEPS, KILLS, NEAR = 30, 20, 1e-6
 KILLED_STEPS, SMOKE_STEPS = 150, 20
 """Of the run that is killed."""
@@ -226,7 +226,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory)
-        plan = oomguard.find_feasible_config(**SPEC, threads=1, allow="none", allocator="plain", max_probes=2)
+        plan = oomguard.find_feasible_config(**SPEC, threads=1, allow="none", allocator="plain", max_probes=1)
         data = np.random.default_rng(0).normal(size=(SEQUENCES, SPEC["seq"], 5)).astype(np.float32)
         data[:, 0, 0] = np.arange(len(data))
         rows = compare(plan, data, home, asked.seed, keeps=(False,) if asked.smoke else (False, True))
