@@ -151,10 +151,16 @@ class Runner:
         What is loaded stays: oneDNN's LSTM takes 11 MiB that would count in the peak of PyTorch's own.
         """
         environment, child = self.device.environment(request.candidate), self._child
-        kind = (environment, request.engine, request.candidate.precision)
-        if child is None or child.kind != kind or child.process.poll() is not None:
+        kind, largest_bytes = (environment, request.engine, request.candidate.precision), _largest_bytes(request)
+        if (
+            child is None
+            or child.kind != kind
+            or child.process.poll() is not None
+            or largest_bytes < child.raised_bytes
+        ):
             self.close()
             child = self._child = _Child(environment, kind)
+        child.raised_bytes = largest_bytes
         return child
 
     def _watch(self, child: "_Child", request: Request, timeout: float, limit_bytes: int) -> Measured:
@@ -191,6 +197,20 @@ class Free(NamedTuple):
     committed_bytes: int | None
 
 
+def _largest_bytes(request: Request) -> int:
+    """About the largest block of a pass, where that sets the thresholds of the C heap; 0 where they are fixed.
+
+    glibc raises them to the largest block that was freed (malloc.c, glibc 2.36), and what is below stays in the heap
+    from then on. In a child that had run larger blocks before, an LSTM in chunks took 0.7 of the time that it takes in
+    a training of its own.
+    """
+    spec, knobs = request.spec, request.candidate
+    if request.device != "cpu" or knobs.allocator != "plain":
+        return 0
+    piece = -(-min(spec.steps, knobs.window or spec.steps) // knobs.segments)
+    return 4 * knobs.microbatch * piece * max(4 * spec.hidden, spec.inputs)
+
+
 def _too_little(limit_bytes: int) -> str:
     """A word about limits in which not even an empty process fits."""
     if limit_bytes >= CPU_RUNTIME_BYTES:
@@ -225,7 +245,7 @@ class _Child:
     """A child process with its pipes. It ends with `end()`, when it is forgotten, or when this process ends."""
 
     def __init__(self, environment: dict[str, str], kind: object) -> None:
-        self.kind = kind
+        self.kind, self.raised_bytes = kind, 0
         own = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
         self.stderr = tempfile.TemporaryFile()  # noqa: SIM115  a pipe that nobody reads would fill up
         try:
