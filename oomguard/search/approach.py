@@ -5,7 +5,7 @@ first, and nothing is run whose peak and margin exceed the budget.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -58,6 +58,15 @@ class Known:
         """How often this very probe has been run, or is being run."""
         others: list[Record | Probe] = [*self.records, *self.pending]
         return sum(probe.is_of(one) for one in others)
+
+    def awaits(self, probe: Probe) -> bool:
+        """Whether somebody else is running this very probe."""
+        return any(probe.is_of(one) for one in self.pending)
+
+    @property
+    def alone(self) -> "Known":
+        """The same without what others are running."""
+        return replace(self, pending=())
 
     @property
     def measured(self) -> list[Record]:

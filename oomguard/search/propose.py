@@ -56,8 +56,10 @@ def _fastest(known: Known) -> Probe | None:
     turn = _turn(known, view, finalists=1, turns=2)  # what luck made the best would keep others from being tried
     for row in _promising(known, view) if known.explore and turn is None else ():
         probe = short(known, view, row, "explore")
-        if probe is not None:
-            return (halfway(known, view, row) or probe) if probe.spec == view.spec else probe
+        if probe is not None and probe.spec == view.spec:
+            probe = halfway(known.alone, view, row) or probe
+        if probe is not None and not known.awaits(probe):  # nor is anything run whole while others run half of it
+            return probe
     turn = turn or _turn(known, view)
     if turn is not None:
         return turn

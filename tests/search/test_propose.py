@@ -3,6 +3,7 @@
 import msgspec
 import numpy as np
 import pytest
+from plan.searched import CARD, on_the_card
 from search.machine import Machine, make_problem, replace, solve, without_time
 
 from oomguard.candidate import Candidate
@@ -125,6 +126,20 @@ def test_what_is_fastest_by_luck_is_run_again_before_it_is_chosen() -> None:
     assert sum(one.candidate == view.candidates[row] for one in records) == 3
     seconds = SMALL.batch / view.candidates[row].microbatch * machine.pass_seconds(SMALL, view.candidates[row])
     assert machine.fastest(view, problem.budget_bytes) >= 0.95 * seconds
+
+
+def test_nothing_is_run_whole_while_others_run_half_of_it() -> None:
+    """Two workers on a card, near its border: the second would run out of memory before the first has told it so."""
+    problem, machine = on_the_card(Spec(cell="lstm", seq=4000), 3 * GIB), Machine(place=CARD)
+    records: list[Record] = []
+    halves = 0
+    while (probe := propose(Known(problem=problem, records=records))) is not None:
+        other = propose(Known(problem=problem, records=records, pending=[probe]))
+        if probe.role == "calibrate" and 2 * probe.spec.steps == problem.spec.steps:
+            halves += 1
+            assert other is None or other.spec != problem.spec or other.candidate != probe.candidate
+        records.append(machine.probe(probe, problem.budget_bytes))
+    assert halves
 
 
 def test_what_others_are_running_is_not_proposed_again() -> None:
