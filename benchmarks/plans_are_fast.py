@@ -50,7 +50,7 @@ CASES: tuple[tuple[dict[str, Any], int, bool], ...] = (
 SMOKE: tuple[dict[str, Any], int, bool] = (
     {"cell": "lstm", "seq": 200, "features": 16, "hidden": 64, "layers": 1, "batch": 256}, 420 * MIB, False
 )  # fmt: skip
-SMOKE_EVERY, SMOKE_ROUNDS, SMOKE_PROBES = 100, 1, 3
+SMOKE_EVERY, SMOKE_ROUNDS, SMOKE_PROBES = 240, 1, 2
 MICROBATCHES = (2, 4, 8, 16, 32)
 PIECES: tuple[dict[str, Any], ...] = (
     *({"segments": count} for count in (1, 2, 4, 8)),

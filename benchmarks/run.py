@@ -33,7 +33,7 @@ SMALLER: dict[str, tuple[str, ...]] = {
     "probes_hurt_nobody": ("30",),
     "recovers_without_loss": ("5",),
     "search_needs_few_probes": ("1",),
-    "segments_cost_little": ("1",),
+    "segments_cost_little": ("1", "--cases", "3"),
     "training_costs_nothing": ("1",),
 }
 """Arguments of a run that takes two or three minutes, where the default takes more."""
