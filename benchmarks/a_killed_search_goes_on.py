@@ -5,6 +5,9 @@ a process nor a trial running, and ends in the plan of a search that was never k
 
 About 4 minutes. A search for the largest microbatch, with a ledger, is killed at a moment drawn from the time that an
 undisturbed one takes, and started again, until it is done; then the next directory, until there were so many kills.
+Started once more, it must add no record and tell the same plan. Whether the plan is also that of the undisturbed search
+is not judged in a smoke run: that one measured for itself, and a peak that differs by some pages can move the largest
+microbatch by one (178 and 177 were seen).
 """
 
 import argparse
@@ -114,12 +117,12 @@ def main() -> None:
         return
     root = Path(tempfile.mkdtemp(prefix="oomguard-killed-"))
     try:
-        run(root, 1 if given.smoke else given.kills, given.seed)
+        run(root, 1 if given.smoke else given.kills, given.seed, smoke=given.smoke)
     finally:
         shutil.rmtree(root)
 
 
-def run(root: Path, most_kills: int, seed: int) -> None:
+def run(root: Path, most_kills: int, seed: int, *, smoke: bool) -> None:
     dice, rows = random.Random(seed), list[dict[str, Any]]()
     began = time.monotonic()
     killed, _ = kill_after(root / "undisturbed", 600)
@@ -132,7 +135,9 @@ def run(root: Path, most_kills: int, seed: int) -> None:
         directory = root / f"disturbed{len(rows)}"
         row = disturbed(directory, dice, most_kills - kills, usual_seconds)
         plan = load_plan(directory / "plan.json")
-        rows.append(row | {"same": same(plan, wanted), "microbatch": plan.candidate.microbatch})
+        kill_after(directory, 600)
+        settled = same(load_plan(directory / "plan.json"), plan) and len(lines_of(directory)) == row["records"]
+        rows.append(row | {"same": same(plan, wanted), "settled": settled, "microbatch": plan.candidate.microbatch})
         print_row((f"disturbed, {len(rows)}", *[*row.values()][:6]), WIDTHS)
         killed_at = ", ".join(f"{one['seconds']:.1f} s ({one['records']} records)" for one in row["moments"])
         print(f"  killed after {killed_at or 'nothing: it was done before'}")
@@ -144,8 +149,10 @@ def run(root: Path, most_kills: int, seed: int) -> None:
         "nothing is measured twice": not any(row["twice"] for row in rows),
         "no trial is left RUNNING": not any(row["running"] for row in rows),
         "no process is left": not any(row["left"] for row in rows),
-        "the plan is that of the undisturbed search": all(row["same"] for row in rows),
+        "started once more, it adds no record and tells the same plan": all(row["settled"] for row in rows),
     }
+    if not smoke:
+        claims["the plan is that of the undisturbed search"] = all(row["same"] for row in rows)
     result = {"kills": kills, "spec": SPEC, "asked": ASKED, "usual_seconds": usual_seconds, "rows": rows}
     whole = most_kills >= KILLS
     publish("a_killed_search_goes_on", json.loads(json.dumps(result)), claims, whole=whole, packages=("optuna",))
