@@ -404,7 +404,7 @@ def test_workers_that_are_killed_change_nothing(tmp_path: Path, monkeypatch: pyt
     assert torch.equal(weights(whole.model), weights(mended.model))
     told = [event for event in Events(mended.run / "events.jsonl").read() if event.kind == "worker"]
     assert [event.figures["workers"] for event in told] == [1, 0]
-    assert all(event.reason.startswith("A process that loads data was lost") for event in told)  # PyTorch's words differ
+    assert all(event.reason.startswith("A process that loads data was lost") for event in told)
 
 
 # ---- rates, validation, stopping
