@@ -21,7 +21,7 @@ from peak import status_bytes
 from results import print_row, publish
 
 import oomguard
-from oomguard.estimate.malloc import STEADY_ENVIRONMENT
+from oomguard.estimate.malloc import ENVIRONMENT
 from oomguard.units import GIB, MIB, format_bytes
 
 SPEC: dict[str, Any] = {"cell": "gru", "seq": 1000, "features": 31, "hidden": 32, "layers": 1, "batch": 16}
@@ -53,7 +53,7 @@ def run_one(plan: str, data: str, run: str, steps: str) -> dict[str, Any]:
 def measure(home: Path, name: str, steps: int) -> dict[str, Any]:
     words = [str(home / "plan.json"), str(home / f"{name}.npy"), str(home / f"run-{name}"), str(steps)]
     command = [sys.executable, str(Path(__file__)), "--one", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | STEADY_ENVIRONMENT)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | ENVIRONMENT["steady"])
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 

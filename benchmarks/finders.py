@@ -25,7 +25,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from oomguard.estimate.malloc import STEADY_ENVIRONMENT
+from oomguard.estimate.malloc import ENVIRONMENT
 from oomguard.presets import make_spec
 from oomguard.spec import Spec
 
@@ -60,7 +60,7 @@ def is_installed(package: str) -> bool:
 
 def find(tool: str, spec: dict[str, Any], timeout: float = 1800, **asked: Any) -> dict[str, Any]:
     """One tool in a process of its own, with the allocator setting `steady`. That it dies is a result."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")} | STEADY_ENVIRONMENT
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")} | ENVIRONMENT["steady"]
     began = time.monotonic()
     asked |= {"tool": tool, "spec": spec, "began": began}  # this clock is the same in all processes
     command = [sys.executable, str(Path(__file__)), json.dumps(asked)]

@@ -40,7 +40,7 @@ from oomguard.data.source import let_go, map_file
 from oomguard.device.cpu import watch
 from oomguard.estimate import terms
 from oomguard.estimate.breakdown import estimate_step
-from oomguard.estimate.malloc import STEADY_ENVIRONMENT
+from oomguard.estimate.malloc import ENVIRONMENT
 from oomguard.estimate.place import CPU
 from oomguard.probe.verdict import Verdict, judge
 from oomguard.search.problem import Problem
@@ -138,7 +138,7 @@ def run_one(case: dict[str, Any]) -> None:
 def measure(way: str, steps: int, knobs: dict[str, Any], path: Path, budget_bytes: int) -> dict[str, Any]:
     """A contender in a process of its own, killed if it goes over. Outcome: within, over or refused."""
     case = {"way": way, "steps": steps, "knobs": knobs, "path": str(path)}
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")} | STEADY_ENVIRONMENT
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")} | ENVIRONMENT["steady"]
     command = [sys.executable, str(Path(__file__)), "--one", json.dumps(case)]
     row = {"way": way, "steps": steps, "knobs": knobs}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as child:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from oomguard.candidate import Candidate, make_candidate
-from oomguard.estimate.malloc import STEADY_ENVIRONMENT
+from oomguard.estimate.malloc import ENVIRONMENT
 from oomguard.presets import make_spec
 from oomguard.spec import Spec
 
@@ -27,8 +27,7 @@ STEPS = 2  # the second step is the first with the optimizer's state in place
 def measure(spec: dict[str, Any], knobs: dict[str, Any], timeout: float = 600) -> dict[str, Any]:
     """The measured row of one candidate, from a fresh process."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
-    if knobs.get("allocator") != "plain":
-        environment |= STEADY_ENVIRONMENT
+    environment |= ENVIRONMENT[knobs.get("allocator", "steady")]
     done = subprocess.run(
         [sys.executable, str(Path(__file__)), json.dumps({"spec": spec, "candidate": knobs})],
         capture_output=True, text=True, timeout=timeout, env=environment, check=True,

@@ -2,15 +2,15 @@
 
     python benchmarks/plans_are_fast.py [--cases N | --case I] [--every K] [--smoke]
 
-3 cases: one in which the plain step fits the budget and two in which it does not (asserted by a probe). About 30
+3 cases: one in which the plain step fits the budget and two in which it does not (asserted by a probe). About 40
 minutes; `--every 8` measures every eighth candidate of the grid; `--smoke` a few candidates of one tiny case, about a
 minute, which claims nothing.
 
-The grid is microbatch x pieces (whole, segments, chunks) x engine x threads x allocator. Each candidate is run within
-the budget; those whose bare estimate is more than twice what the budget leaves over the runtime are counted as not
-fitting without a run. Then the fastest are run for as long as 20 whole steps, each in its own child, until two have
-stayed within the budget, as a plan must (plans_do_not_run_out.py): what creeps over it later was no choice. `dropped`
-says how many.
+The grid is microbatch x pieces (whole, segments, chunks) x engine x threads x allocator: 300, 300 and 180 candidates.
+Each is run within the budget; those whose bare estimate is more than twice what the budget leaves over the runtime are
+counted as not fitting without a run. Then the fastest are run for as long as 20 whole steps, each in its own child,
+until two have stayed within the budget, as a plan must (plans_do_not_run_out.py): what creeps over it later was no
+choice. `dropped` says how many.
 Since the fastest of 200 measured ones is partly the luckiest, the plan and these two are measured again by turns, each
 in its own child, in many short rounds; the median of the rounds counts, and the better of the two is "the best". `over`
 counts the rounds in which one did not stay within the budget.
@@ -69,10 +69,11 @@ LEAST_SPEED, MOST_RUNS = 0.95, 1 / 8
 def grid(spec: Spec) -> list[Candidate]:
     """The grid, in an order in which one child can run many of them."""
     engines = ("onednn", "native") if spec.cell == "lstm" else ("native",)
-    settings = itertools.product(("steady", "plain"), engines, dict.fromkeys((1, cores())))
+    settings = itertools.product(("steady", "plain", "pooled"), engines, dict.fromkeys((1, cores())))
     return [
         make_candidate(spec, microbatch=rows, allocator=allocator, engine=engine, threads=threads, **pieces)
         for allocator, engine, threads in settings
+        if (allocator, engine) != ("pooled", "onednn")  # which is for PyTorch's own kernels
         for pieces in PIECES
         for rows in MICROBATCHES
     ]

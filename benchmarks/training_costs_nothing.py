@@ -30,7 +30,7 @@ from finders import is_installed
 from results import print_row, publish
 
 import oomguard
-from oomguard.estimate.malloc import STEADY_ENVIRONMENT
+from oomguard.estimate.malloc import ENVIRONMENT
 
 COMMON = {"features": 16}
 CASES: dict[str, dict[str, Any]] = {
@@ -212,6 +212,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if any(os.environ.get(name) != value for name, value in STEADY_ENVIRONMENT.items()):
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | STEADY_ENVIRONMENT)
+    if any(os.environ.get(name) != value for name, value in ENVIRONMENT["steady"].items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | ENVIRONMENT["steady"])
     main()

@@ -18,7 +18,7 @@ import oomguard
 from oomguard import step as step_file
 from oomguard.bptt import backward
 from oomguard.checkpoint import load
-from oomguard.estimate.malloc import STEADY_ENVIRONMENT
+from oomguard.estimate.malloc import ENVIRONMENT
 from oomguard.metrics import Events
 from oomguard.train import evaluate as evaluate_file
 from oomguard.train.ranks import Ranks
@@ -198,7 +198,7 @@ print(found.peak_bytes, estimate.total_bytes + int(margin_bytes(plan.spec, estim
 def peaks(run: Path, world: int) -> list[tuple[int, int]]:
     """Of each process of a training: the peak that it saw, and the estimate with its margin."""
     paths = f"{Path(__file__).parent}:{Path(__file__).parents[1]}"
-    common = STEADY_ENVIRONMENT | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(world)}
+    common = ENVIRONMENT["steady"] | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(world)}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     started = []
     for rank in range(world):

@@ -33,7 +33,7 @@ from oomguard.data.options import DataOptions
 from oomguard.device.cpu import Cpu
 from oomguard.errors import GuardError, MisuseError, TornUpdateError
 from oomguard.estimate.breakdown import estimate_step
-from oomguard.estimate.malloc import STEADY_ENVIRONMENT
+from oomguard.estimate.malloc import ENVIRONMENT
 from oomguard.estimate.place import CPU
 from oomguard.guard import ladder
 from oomguard.metrics import Events
@@ -227,7 +227,7 @@ print(json.dumps({"rung": held.rung, "steps": held.steps, "difference": differen
 def test_a_real_shortage_changes_nothing(tmp_path: Path) -> None:
     words = [sys.executable, "-c", REAL, str(tmp_path)]
     paths = f"{Path(__file__).parent}:{Path(__file__).parents[1]}"
-    environment = STEADY_ENVIRONMENT | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}  # free memory is given back
+    environment = ENVIRONMENT["steady"] | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}  # free memory is given back
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=100, env=environment)
     assert done.returncode == 0, done.stderr
     found = msgspec.json.decode(done.stdout)

@@ -18,6 +18,7 @@ from oomguard.calibrate import memory, speed
 from oomguard.calibrate.fit import Data, Fit, Prior, fit_robustly
 from oomguard.estimate import terms
 from oomguard.estimate.breakdown import Estimate, estimate_step
+from oomguard.estimate.malloc import setting_of
 from oomguard.estimate.margin import MARGIN_PERCENT, SCATTERED_PERCENT, scattered
 from oomguard.estimate.place import Place
 from oomguard.probe.record import Record
@@ -99,10 +100,12 @@ def _deviation(percent: float) -> float:
 
 def _setting(kind: Kind, place: Place) -> str:
     """Which row of the tables above a kind goes by."""
-    return "cuda" if place.cuda else kind.allocator
+    return "cuda" if place.cuda else setting_of(kind.allocator)
 
 
-def _noise(kind: Kind, setting: str) -> float:
+def _noise(spec: Spec, kind: Kind, setting: str) -> float:
+    if spec.cell == "rnn" and setting in ("steady", "pooled"):
+        return memory.NOISE["rnn"]
     return memory.NOISE["native" if setting == "steady" and kind.engine == "native" else setting]
 
 
@@ -163,7 +166,7 @@ class Calibration:
             expected = rest[rows] * np.exp(ratio)
             # whatever is far from all records is still an estimate, and errs no more than those do
             most = np.maximum(bare_deviation(setting), apart[rows] * _deviation(SCATTERED_PERCENT))
-            noise = np.hypot(_noise(kind, setting), apart[rows] * memory.SCATTERED)
+            noise = np.hypot(_noise(self.spec, kind, setting), apart[rows] * memory.SCATTERED)
             deviation = np.minimum(np.hypot(spread, noise), most)
             peak[rows] = known[rows] + expected + self._runtime_bytes(kind, estimate)
             margin[rows] = expected * np.expm1(memory.SIGMAS * deviation) + memory.FLOOR_BYTES[self.where]
@@ -247,7 +250,7 @@ class Calibration:
             places.append(memory.places(record.spec, record.candidate) * (1 if same else -1))
             values.append(float(np.log(measured / rest[0])))
             doubts = [
-                _noise(kind, setting) + memory.ERROR_BYTES[self.where] / rest[0],
+                _noise(self.spec, kind, setting) + memory.ERROR_BYTES[self.where] / rest[0],
                 0.0 if same else memory.OTHER_MODEL,
             ]
             doubts += [memory.ONE_PASS] if record.passes == 1 and kind.engine == "native" else []

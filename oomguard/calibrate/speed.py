@@ -6,7 +6,7 @@ import numpy as np
 
 from oomguard.candidate import Candidate, Candidates, is_none
 from oomguard.estimate import terms
-from oomguard.estimate.malloc import in_heap
+from oomguard.estimate.malloc import in_heap, in_heap_of
 from oomguard.probe.record import Record
 from oomguard.spec import Spec
 
@@ -48,7 +48,7 @@ least, however alike its passes were."""
 OLD_NOISE = 0.25
 """The same of a time that an earlier search measured: the machine may have had other things to do."""
 EFFECTS = (
-    *(1.5, 0.5, 0.2, 0.3, 0.5, 0.2, 0.12, 0.2, 0.15, 0.12, 0.2, 0.2, 0.2, 0.05),
+    *(1.5, 0.5, 0.2, 0.6, 0.5, 0.2, 0.12, 0.2, 0.15, 0.12, 0.2, 0.2, 0.2, 0.05),
     *(0.15, 0.12, 0.06, 0.12, 0.12, 0.12, 0.12, 0.1),
 )
 """Standard deviation of each effect: the speed itself; native; page faults; doublings of threads; half precision; fp16;
@@ -105,7 +105,7 @@ def places(spec: Spec, knobs: Knobs, engine: Any) -> Any:
     rows, threads = np.log2(np.asarray(knobs.microbatch, dtype=float)), np.log2(_threads(knobs))
     columns = [
         rows, np.log2(piece_of(spec, knobs)), APART * threads, APART * _is(engine, "native"),
-        APART * _is(knobs.allocator, "plain"), APART * (1.0 - np.asarray(knobs.recompute) * 1.0),
+        APART * _keeps(knobs), APART * (1.0 - np.asarray(knobs.recompute) * 1.0),
     ]  # fmt: skip
     return np.stack(np.broadcast_arrays(*(np.atleast_1d(np.asarray(one, dtype=float)) for one in columns)), axis=1)
 
@@ -125,7 +125,7 @@ def _forwards(knobs: Knobs) -> Any:
 
 def _returns(knobs: Knobs, engine: Any) -> Any:
     """CPU: which part of a pass's small blocks goes back to the system at a time."""
-    native = (np.asarray(engine) == "native") & (np.asarray(knobs.allocator) != "plain")
+    native = (np.asarray(engine) == "native") & ~_keeps(knobs)
     return native / np.where(np.asarray(knobs.recompute), np.asarray(knobs.segments), 1)
 
 
@@ -140,7 +140,7 @@ def faults(spec: Spec, knobs: Knobs, engine: Any) -> Any:
     [True, False]
     """
     block = _block_bytes(spec, knobs, engine)
-    return np.where(np.asarray(knobs.allocator) == "plain", ~in_heap(block, "plain"), ~in_heap(block, "steady"))
+    return ~in_heap_of(block, knobs.allocator)
 
 
 def cold(spec: Spec, knobs: Knobs, engine: Any) -> Any:
@@ -164,6 +164,11 @@ def piece_of(spec: Spec, knobs: Knobs) -> Any:
         return pieces
     windows = np.array([one or spec.steps for one in np.atleast_1d(np.asarray(knobs.window, dtype=object))])
     return np.minimum(pieces, windows)
+
+
+def _keeps(knobs: Knobs) -> Any:
+    """CPU: whether the C heap keeps what is freed for later."""
+    return (np.asarray(knobs.allocator) == "plain") | (np.asarray(knobs.allocator) == "pooled")
 
 
 def _is(value: Any, name: str) -> Any:

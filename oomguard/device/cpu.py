@@ -17,7 +17,7 @@ from oomguard.device import limits
 from oomguard.device.budget import Budget
 from oomguard.device.proc import PROC, Status, read_status, read_text
 from oomguard.device.reading import Reading, Watched
-from oomguard.estimate.malloc import STEADY_ENVIRONMENT
+from oomguard.estimate.malloc import ENVIRONMENT, setting_of
 from oomguard.estimate.place import COMMITTED_TENTHS
 
 NEEDED_FLAGS = {
@@ -73,7 +73,7 @@ class Cpu(msgspec.Struct, frozen=True):
 
     def environment(self, candidate: Candidate) -> dict[str, str]:
         """What the process that runs the candidate must be started with: glibc reads its thresholds at the start."""
-        return {} if candidate.allocator == "plain" else dict(STEADY_ENVIRONMENT)
+        return dict(ENVIRONMENT[setting_of(candidate.allocator)])
 
     def settle(self, candidate: Candidate) -> None:
         """Set what can be set in a running process: threads and engine."""

@@ -8,6 +8,7 @@ from oomguard.candidate import Candidate
 from oomguard.estimate import terms
 from oomguard.estimate.call import Call, Count, Footprint, maximum, minimum, where
 from oomguard.estimate.engines import cudnn, native, onednn
+from oomguard.estimate.malloc import setting_of
 from oomguard.estimate.place import Place, engine_for
 from oomguard.spec import Spec
 
@@ -122,8 +123,7 @@ def _footprint(call: Call, spec: Spec, candidate: Candidate, place: Place, engin
         return cudnn.footprint(call, place.platform, half=half, batch_first=spec.batch_first)
     if engine == "onednn":
         return onednn.footprint(call)
-    allocator = "cuda" if place.cuda else candidate.allocator or "steady"
-    return native.footprint(call, allocator=allocator)
+    return native.footprint(call, allocator="cuda" if place.cuda else setting_of(candidate.allocator))
 
 
 def between_bytes(step: Pass, index: int) -> Count:

@@ -16,7 +16,7 @@ from oomguard.errors import MisuseError
 from oomguard.probe.record import Record
 from oomguard.search.approach import PROBE_SECONDS, Known, again, confirm, halfway, kind_at, of_kinds, short, small
 from oomguard.search.problem import Probe, Problem
-from oomguard.search.screen import SETTING, Screened, rows_like, screen
+from oomguard.search.screen import SETTING, Screened, may_repeat_bytes, rows_like, screen
 from oomguard.search.space import lossy
 from oomguard.spec import MAX_SEQ
 
@@ -30,8 +30,13 @@ MUCH = 0.15
 """By so much something else must be faster to be confirmed after another candidate has been."""
 OPTIMISM, CURIOSITY = 0.3, 1.5
 """How many standard deviations faster than expected something unknown may be; and where it takes a second to try."""
+PATIENCE = 8
+"""After so many that were tried in vain, it may be faster by half as much."""
 MOST_STEPS, BOLD = 3, 0.6
 """Probes near the largest; and the part of the margin that those after the first keep to."""
+BORDERS, BORDER_SECONDS, NEARER = 2, 5.0, (1 / 2, 3 / 4, 7 / 8)
+"""How many of the fastest may go into their margin, what a pass of theirs may take, and which parts of their sequences
+are run before."""
 
 
 def propose(known: Known) -> Probe | None:
@@ -60,9 +65,9 @@ def _fastest(known: Known) -> Probe | None:
             probe = halfway(known.alone, view, row) or probe
         if probe is not None and not known.awaits(probe):  # nor is anything run whole while others run half of it
             return probe
-    turn = turn or _turn(known, view)
-    if turn is not None:
-        return turn
+    further = turn or (_into_the_margin(known, view) if known.explore else None) or _turn(known, view)
+    if further is not None:
+        return further
     return confirm(known, view, int(np.argmin(np.where(view.eligible, view.expected, np.inf))))
 
 
@@ -74,6 +79,38 @@ def _second(known: Known, view: Screened, confirmed: Any) -> Probe | None:
     row = int(np.argmin(others))
     slow = others[row] < (1 - MUCH) * view.seconds[best]
     return confirm(known, view, row) if slow and known.explore and confirmed.sum() == 1 else None
+
+
+def _into_the_margin(known: Known, view: Screened) -> Probe | None:
+    """What only its margin keeps out, if short sequences of it are faster than all that fit: more and more of it, and
+    the whole once most of the margin fits. It is chosen only if it fits by its own record."""
+    best = np.min(np.where(view.eligible, view.expected, np.inf))
+    seconds = np.where(_within_reach(known, view) & ~np.isnan(view.seconds), view.seconds, np.inf)
+    for row in map(int, np.argsort(seconds, kind="stable")[:BORDERS]):
+        if seconds[row] < (1 - WORTH) * best:
+            probe = _nearer(known, view, row)
+            if probe is not None and not known.awaits(probe):
+                return probe
+    return None
+
+
+def _nearer(known: Known, view: Screened, row: int) -> Probe | None:
+    """The next step towards a candidate at the border: more than before or, if most of its margin fits, the whole."""
+    expected, steps = view.prediction[row], view.spec.steps
+    if expected.peak_bytes + BOLD * expected.margin_bytes <= known.problem.budget_bytes:
+        return short(known, view, row, "confirm", steps=steps)
+    nearer = (short(known, view, row, "calibrate", steps=int(share * steps)) for share in NEARER)
+    return next((probe for probe in nearer if probe is not None), None)
+
+
+def _within_reach(known: Known, view: Screened) -> Any:
+    """CPU: what is not known to fit but may do so, has not been run whole, and would not take long. Not of a kind of
+    which something has failed."""
+    kinds = {kind_of(one) for one in known.measured} - {kind_of(one) for one in known.records if not one.verdict.ran}
+    reach = view.estimate.runs & ~view.fits & ~lossy(view.candidates) & (view.longest < view.spec.steps)
+    reach &= of_kinds(view, kinds) & (not known.problem.place.cuda)
+    reach &= may_repeat_bytes(view) - view.prediction.margin_bytes <= known.problem.budget_bytes
+    return reach & (_pass_seconds(view) <= BORDER_SECONDS)
 
 
 def _turn(known: Known, view: Screened, finalists: int = FINALISTS, turns: int = TURNS) -> Probe | None:
@@ -102,17 +139,32 @@ def _promising(known: Known, view: Screened) -> list[int]:
     measured = {kind_of(one) for one in known.measured}
     # what only the margin of an unmeasured kind keeps out may be timed too: its margin shrinks by that
     new = ~of_kinds(view, measured) & (view.prediction.peak_bytes + _floor(known) <= known.problem.budget_bytes)
-    pool = (view.eligible | (new & ~lossy(view.candidates))) & view.estimate.runs & view.timeable
+    pool = view.eligible | (new & ~lossy(view.candidates)) | _within_reach(known, view)
+    pool = pool & view.estimate.runs & view.timeable
     timed = np.where(view.eligible, view.seconds, np.nan)
     if np.isnan(timed).all():
         first = np.where(view.eligible & view.timeable, expected, np.inf)
         return [int(np.argmin(first))]
     away = _away(view, int(np.nanargmin(timed)))
-    optimism = CURIOSITY if _quick(view).any() else OPTIMISM
+    curiosity = CURIOSITY * PATIENCE / (PATIENCE + _in_vain(known.records))
+    optimism = max(OPTIMISM, curiosity) if _quick(view).any() else OPTIMISM
     hope = expected * np.exp(-optimism * view.prediction.doubt) * (1 + DETOUR * away)
     hope = np.where(pool & np.isnan(view.seconds) & np.isfinite(away), hope, np.inf)
     rows = np.argsort(hope, kind="stable")[:3]
     return [int(row) for row in rows if hope[row] < np.nanmin(timed) * (1 - WORTH)]
+
+
+def _in_vain(records: Sequence[Record]) -> int:
+    """Candidates that were tried since one was last faster, by more than 2 %, than all before it."""
+    best, since = float("inf"), set[Candidate]()
+    for record in sorted(records, key=lambda one: one.started):
+        if record.seconds_per_pass is not None:
+            each = record.seconds_per_pass / (record.spec.steps * record.candidate.microbatch)
+            if each < (1 - WORTH) * best:
+                best, since = each, set()
+            else:
+                since.add(record.candidate)
+    return len(since)
 
 
 def _away(view: Screened, row: int) -> Any:

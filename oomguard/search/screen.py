@@ -13,6 +13,7 @@ from oomguard.calibrate.speed import LOCAL, cold, faults, noise
 from oomguard.candidate import Candidate, Candidates
 from oomguard.estimate.batch import estimate_batch
 from oomguard.estimate.breakdown import Estimate
+from oomguard.estimate.malloc import setting_of
 from oomguard.probe.record import Record
 from oomguard.probe.verdict import Verdict
 from oomguard.search.problem import Problem
@@ -169,8 +170,15 @@ def repeated_bytes(record: Record, *, cuda: bool) -> int:
     """What a candidate that has run may peak at when it runs again, for longer."""
     assert record.peak_bytes is not None
     growth_bytes = record.peak_bytes - (record.runtime_bytes or 0)
-    share = REPEAT["cuda" if cuda else record.candidate.allocator or "steady"]
+    share = REPEAT["cuda" if cuda else setting_of(record.candidate.allocator)]
     return record.peak_bytes + round(share * growth_bytes) + REPEAT_BYTES
+
+
+def may_repeat_bytes(view: Screened) -> Any:
+    """CPU: the same of candidates that have not run, if they peak as expected."""
+    names = np.broadcast_to(np.asarray(view.candidates.allocator, dtype=object), len(view.fits))
+    shares = np.array([REPEAT[setting_of(name)] for name in names])
+    return view.peak_bytes + shares * (view.peak_bytes - np.max(view.estimate.terms["runtime"])) + REPEAT_BYTES
 
 
 def _no_smaller(record: Record, rows: Any, candidates: Candidates, prediction: Prediction) -> Any:

@@ -12,7 +12,7 @@ from device.fake_proc import kib, write
 from oomguard.candidate import Candidate
 from oomguard.device import limits, proc
 from oomguard.device.cpu import Cpu, cores, cpu_name, cpu_precisions
-from oomguard.estimate.malloc import STEADY_ENVIRONMENT
+from oomguard.estimate.malloc import ENVIRONMENT
 from oomguard.units import GIB, MIB
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets the peak of a process be reset")
@@ -167,12 +167,16 @@ def test_a_process_that_is_gone_is_not_watched() -> None:
 
 
 @pytest.mark.parametrize("allocator", [None, "steady", "expandable"])
-def test_unless_it_is_plain_the_allocator_is_steady(allocator: str | None) -> None:
-    assert Cpu().environment(Candidate(microbatch=1, allocator=allocator)) == STEADY_ENVIRONMENT  # type: ignore[arg-type]
+def test_unless_another_is_asked_for_the_allocator_is_steady(allocator: str | None) -> None:
+    assert Cpu().environment(Candidate(microbatch=1, allocator=allocator)) == ENVIRONMENT["steady"]  # type: ignore[arg-type]
 
 
 def test_a_plain_allocator_needs_no_environment() -> None:
     assert Cpu().environment(Candidate(microbatch=1, allocator="plain")) == {}
+
+
+def test_a_pooled_allocator_has_thresholds_of_its_own() -> None:
+    assert Cpu().environment(Candidate(microbatch=1, allocator="pooled")) == ENVIRONMENT["pooled"]
 
 
 def test_the_environment_reaches_glibc() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from oomguard.estimate.call import Call
 from oomguard.estimate.engines import native, onednn
-from oomguard.estimate.malloc import STEADY_ENVIRONMENT, STEADY_THRESHOLD_BYTES, in_heap, mapped_bytes
+from oomguard.estimate.malloc import ENVIRONMENT, THRESHOLD_BYTES, in_heap, mapped_bytes
 
 
 def lstm(inputs: int = 64, directions: int = 1) -> Call:
@@ -38,7 +38,7 @@ def test_onednn_needs_wider_rows_for_inputs_wider_than_the_state() -> None:
 
 @pytest.mark.parametrize("cell", ["rnn", "gru", "lstm"])
 def test_native_blocks_under_the_threshold_stay_in_the_heap(cell: str) -> None:
-    rows = STEADY_THRESHOLD_BYTES // (4 * 128)
+    rows = THRESHOLD_BYTES["steady"] // (4 * 128)
     small = native.footprint(Call(cell=cell, steps=10, rows=1, tokens=10, inputs=8, hidden=128))
     large = native.footprint(Call(cell=cell, steps=10, rows=rows, tokens=10 * rows, inputs=8, hidden=128))
     assert small.kept == 0
@@ -67,9 +67,7 @@ def test_mapped_blocks_are_whole_pages() -> None:
     assert [mapped_bytes(size) for size in (1, 3984, 3985)] == [4096, 4096, 8192]
 
 
-def test_the_steady_setting_gives_freed_memory_back() -> None:
-    """Blocks of 1 MiB, freed in the order in which plain glibc raises its threshold, leave nothing behind."""
-    program = """
+LEFT = """
 import ctypes
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
@@ -86,7 +84,31 @@ for _ in range(2):  # the second round finds the threshold raised, unless it is 
         libc.free(block)
 print(resident() - before)
 """
+"""What is left of blocks of 1 MiB, freed in the order in which plain glibc raises its threshold."""
+
+
+def left_bytes(setting: str) -> int:
     done = subprocess.run(
-        [sys.executable, "-c", program], env=STEADY_ENVIRONMENT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", LEFT], env=ENVIRONMENT[setting], capture_output=True, text=True, check=True
     )
-    assert int(done.stdout) < 2 << 20
+    return int(done.stdout)
+
+
+def test_the_steady_setting_gives_freed_memory_back() -> None:
+    assert left_bytes("steady") < 2 << 20
+
+
+def test_the_pooled_setting_keeps_it_and_uses_it_again() -> None:
+    assert 39 << 20 < left_bytes("pooled") < 45 << 20
+
+
+def test_pooled_blocks_of_a_step_are_in_the_heap_and_larger_ones_are_not() -> None:
+    assert in_heap(1 << 20, "pooled")
+    assert not in_heap(4 << 20, "pooled")
+
+
+@pytest.mark.parametrize("cell", ["rnn", "gru", "lstm"])
+def test_what_a_step_keeps_is_in_the_pooled_heap(cell: str) -> None:
+    call = Call(cell=cell, steps=10, rows=512, tokens=5120, inputs=8, hidden=128)
+    assert native.footprint(call, allocator="steady").kept > 0
+    assert native.footprint(call, allocator="pooled").kept == 0

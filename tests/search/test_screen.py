@@ -202,7 +202,7 @@ def test_what_did_not_run_with_longer_sequences_may_run_with_shorter_ones(verdic
 @pytest.mark.parametrize("segments", [2, 11, 23, 45, 91, 100])
 def test_a_shortened_candidate_is_known_again_whatever_its_number_of_pieces(segments: int) -> None:
     """The last of them is shorter, unless their number divides the steps."""
-    candidate = knobs(segments=segments, allocator="plain", engine="native")
+    candidate = knobs(segments=segments, allocator="pooled", engine="native")
     problem = make_problem(LSTM, 700 * MIB, fixed={"segments": segments})
     short, cut = shorten(LSTM, candidate, LSTM.steps // 2)
     view = screen(problem, [ran(cut, short)])

@@ -199,6 +199,7 @@ def test_what_weighs_little_has_no_knob_of_its_own() -> None:
         {"threads": 5},
         {"engine": "native"},
         {"allocator": "plain"},
+        {"allocator": "pooled"},
         {"update": "loop"},
         {"keep": "host", "offload": True},
         {"window": 100},
@@ -285,3 +286,9 @@ def test_a_lossy_knob_that_is_fixed_must_be_allowed(fixed: dict[str, Any], word:
 @pytest.mark.parametrize("fixed", [{"precision": "fp32"}, {"window": None}, {"state_8bit": False}, {"segments": 4}])
 def test_what_loses_nothing_needs_no_permission(fixed: dict[str, Any]) -> None:
     check_fixed(fixed, ())
+
+
+def test_each_engine_has_the_heap_in_which_it_is_fastest() -> None:
+    found = make_grid(LSTM)
+    pairs = {*zip(column(found, "engine").tolist(), column(found, "allocator").tolist(), strict=True)}
+    assert pairs == {("onednn", "steady"), ("onednn", "plain"), ("native", "steady"), ("native", "pooled")}
