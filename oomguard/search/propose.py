@@ -146,7 +146,7 @@ def _promising(known: Known, view: Screened) -> list[int]:
         first = np.where(view.eligible & view.timeable, expected, np.inf)
         return [int(np.argmin(first))]
     away = _away(view, int(np.nanargmin(timed)))
-    curiosity = CURIOSITY * PATIENCE / (PATIENCE + _in_vain(known.records))
+    curiosity = CURIOSITY * PATIENCE / (PATIENCE + in_vain(known.records))
     optimism = max(OPTIMISM, curiosity) if _quick(view).any() else OPTIMISM
     hope = expected * np.exp(-optimism * view.prediction.doubt) * (1 + DETOUR * away)
     hope = np.where(pool & np.isnan(view.seconds) & np.isfinite(away), hope, np.inf)
@@ -154,7 +154,7 @@ def _promising(known: Known, view: Screened) -> list[int]:
     return [int(row) for row in rows if hope[row] < np.nanmin(timed) * (1 - WORTH)]
 
 
-def _in_vain(records: Sequence[Record]) -> int:
+def in_vain(records: Sequence[Record]) -> int:
     """Candidates that were tried since one was last faster, by more than 2 %, than all before it."""
     best, since = float("inf"), set[Candidate]()
     for record in sorted(records, key=lambda one: one.started):

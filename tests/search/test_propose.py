@@ -6,12 +6,12 @@ import pytest
 from plan.searched import CARD, on_the_card
 from search.machine import Machine, make_problem, replace, solve, without_time
 
-from oomguard.candidate import Candidate
+from oomguard.candidate import Candidate, make_candidate
 from oomguard.probe.record import Record
 from oomguard.probe.verdict import Verdict
 from oomguard.search.approach import Known
 from oomguard.search.problem import Problem
-from oomguard.search.propose import choose, largest, propose
+from oomguard.search.propose import choose, in_vain, largest, propose
 from oomguard.search.screen import screen
 from oomguard.spec import Spec
 from oomguard.units import GIB, MIB
@@ -240,3 +240,56 @@ def test_what_is_first_run_without_fixed_thresholds_may_need_four_times_its_esti
     runtime_bytes = problem.place.runtime_bytes
     assert first.peak_bytes is not None
     assert runtime_bytes + 3.5 * (first.peak_bytes - runtime_bytes) <= problem.budget_bytes
+
+
+EDGE = Spec(cell="gru", seq=500, features=16, hidden=128, layers=1, batch=32)
+CHUNKS = make_candidate(EDGE, segments=16, recompute=False, engine="native", threads=1, allocator="pooled")
+"""Keeps all it computed, and so takes no time to compute it again."""
+
+
+def at_the_edge(machine: Machine, more_bytes: int) -> Problem:
+    """The chunks fit, but for a part of their margin."""
+    return make_problem(EDGE, machine.peak_bytes(EDGE, CHUNKS) + more_bytes, fixed={"threads": 1}, cores=1)
+
+
+@pytest.mark.parametrize("ratio", [0.95, 1.0, 1.05])
+def test_what_is_fastest_and_fits_but_for_its_margin_is_approached_and_chosen(ratio: float) -> None:
+    machine = Machine(ratio=ratio)
+    problem = at_the_edge(machine, 6 * MIB)
+    records = solve(machine, problem)
+    view = screen(problem, records)
+    row = choose(view)
+    assert row is not None
+    assert view.candidates[row] == CHUNKS
+    assert {one.verdict for one in records} == {Verdict.FITS}
+    steps = [one.spec.steps for one in records if one.candidate == CHUNKS]
+    assert steps == sorted(steps), "from what is surely safe towards the border"
+
+
+def test_what_would_not_fit_if_it_crept_is_not_chosen() -> None:
+    machine = Machine()
+    problem = at_the_edge(machine, MIB)
+    records = solve(machine, problem)
+    view = screen(problem, records)
+    row = choose(view)
+    assert row is not None
+    assert view.candidates[row] != CHUNKS
+    assert {one.verdict for one in records} == {Verdict.FITS}
+
+
+def test_where_something_ran_out_nothing_goes_into_the_margin() -> None:
+    machine = Machine()
+    problem = at_the_edge(machine, 6 * MIB)
+    larger = msgspec.structs.replace(CHUNKS, segments=4)
+    out = msgspec.structs.replace(machine.run(EDGE, larger, 1), budget_bytes=problem.budget_bytes)
+    records = solve(machine, problem, [out])
+    assert not any(one.candidate == CHUNKS and one.spec == EDGE for one in records)
+
+
+def test_the_longer_it_has_looked_in_vain_the_less_far_a_search_looks() -> None:
+    """Whatever its order, what was tried since the best counts, and each candidate once."""
+    slow = [Machine(effects={0: 0.5}).run(GRU, make_candidate(GRU, segments=pieces), GIB) for pieces in (2, 4, 8, 8)]
+    fast = Machine().run(GRU, make_candidate(GRU, segments=16), GIB)
+    early, late = (msgspec.structs.replace(fast, started=when) for when in ("2025", "2027"))
+    assert in_vain([*slow, early]) == 3
+    assert in_vain([late, *slow]) == 0
