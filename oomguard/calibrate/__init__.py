@@ -133,6 +133,7 @@ class Calibration:
         self.own = [(one, self._estimate(one)) for one in own]
         self._memory: dict[Kind, Fit] = {}
         self._time: Fit | None = None
+        self._weather: dict[int, float] = {}
 
     @property
     def kinds(self) -> set[Kind]:
@@ -258,19 +259,29 @@ class Calibration:
         data = Data(np.concatenate(features), np.concatenate(places), np.array(values), np.array(noise))
         return Fit(Prior(effects, memory.SHAPE[setting] if rows else 0.0), data)
 
+    def calm_seconds(self, record: Record) -> float:
+        """What a pass of a record takes in average weather."""
+        if self._time is None:
+            self._time = self._fit_time()
+        assert record.seconds_per_pass is not None
+        return record.seconds_per_pass * float(np.exp(-self._weather.get(id(record), 0.0)))
+
     def _fit_time(self) -> Fit:
         features, places = [np.empty((0, len(speed.EFFECTS)))], [np.empty((0, speed.DIRECTIONS))]
         values, noise = list[float](), list[float]()
-        for record, found in self.own:
-            if record.seconds_per_pass is not None:
-                knobs, tokens = record.candidate, record.spec.steps * record.candidate.microbatch
-                features.append(speed.features(record.spec, knobs, found.engine, cuda=self.place.cuda))
-                places.append(speed.places(record.spec, knobs, found.engine))
-                guess = np.atleast_1d(speed.guess(record.spec, knobs, found.engine, cuda=self.place.cuda))[0]
-                values.append(float(np.log(record.seconds_per_pass / tokens / guess)))
-                noise.append(speed.noise(record) if id(record) in self._new else speed.OLD_NOISE)
-        data = Data(np.concatenate(features), np.concatenate(places), np.array(values), np.array(noise))
-        return fit_robustly(Prior(speed.EFFECTS, speed.LOCAL, speed.REACH), data)
+        timed = [(record, found) for record, found in self.own if record.seconds_per_pass is not None]
+        for record, found in timed:
+            knobs, tokens = record.candidate, record.spec.steps * record.candidate.microbatch
+            features.append(speed.features(record.spec, knobs, found.engine, cuda=self.place.cuda))
+            places.append(speed.places(record.spec, knobs, found.engine))
+            guess = np.atleast_1d(speed.guess(record.spec, knobs, found.engine, cuda=self.place.cuda))[0]
+            values.append(float(np.log((record.seconds_per_pass or 0.0) / tokens / guess)))
+            noise.append(speed.noise(record) if id(record) in self._new else speed.OLD_NOISE)
+        shared = speed.weather([record for record, _ in timed])
+        data = Data(np.concatenate(features), np.concatenate(places), np.array(values), np.array(noise), shared)
+        fit = fit_robustly(Prior(speed.EFFECTS, speed.LOCAL, speed.REACH), data)
+        self._weather = {id(record): owed for (record, _), owed in zip(timed, fit.common.tolist(), strict=True)}
+        return fit
 
 
 def _kinds(estimate: Estimate, place: Place) -> Iterable[tuple[Kind, Any]]:

@@ -104,7 +104,7 @@ def screen(problem: Problem, records: Sequence[Record], spec: Spec | None = None
         if record.verdict.ran and record.seconds_per_pass is not None:
             turns = turns_of(record, records)
             passes = spec.steps * spec.batch / (record.spec.steps * record.candidate.microbatch)
-            measured = passes * median(one.seconds_per_pass or 0.0 for one in turns) + calibration.update_seconds
+            measured = passes * median(map(calibration.calm_seconds, turns)) + calibration.update_seconds
             seconds[rows] = _sober(measured, turns, prediction.seconds_per_step[rows])
             shortest[rows] = np.minimum(shortest[rows], record.spec.steps)
             longest[rows] = np.maximum(longest[rows], record.spec.steps)

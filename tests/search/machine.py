@@ -1,6 +1,7 @@
 """A machine of which everything is known: it answers probes by formulas, so that a whole search takes milliseconds."""
 
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import numpy as np
@@ -85,7 +86,9 @@ class Machine:
             engine=str(found.engine),
             budget_bytes=budget_bytes,
             torch=torch_version(),
-            started=f"2026-01-01T00:00:{_next():09.3f}",
+            started=(datetime(2026, 1, 1, tzinfo=UTC) + timedelta(milliseconds=_next())).isoformat(
+                timespec="milliseconds"
+            ),
             seconds=1.0,
         )
 

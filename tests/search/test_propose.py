@@ -290,6 +290,8 @@ def test_the_longer_it_has_looked_in_vain_the_less_far_a_search_looks() -> None:
     """Whatever its order, what was tried since the best counts, and each candidate once."""
     slow = [Machine(effects={0: 0.5}).run(GRU, make_candidate(GRU, segments=pieces), GIB) for pieces in (2, 4, 8, 8)]
     fast = Machine().run(GRU, make_candidate(GRU, segments=16), GIB)
-    early, late = (msgspec.structs.replace(fast, started=when) for when in ("2025", "2027"))
+    early, late = (
+        msgspec.structs.replace(fast, started=when) for when in ("2025-01-01T00:00:00", "2027-01-01T00:00:00")
+    )
     assert in_vain([*slow, early]) == 3
     assert in_vain([late, *slow]) == 0
