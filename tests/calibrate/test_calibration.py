@@ -1,11 +1,14 @@
 """What records correct, and how sure that makes a prediction."""
 
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
 from search.machine import Machine
 
-from oomguard.calibrate import Calibration, same_model
+from oomguard.calibrate import Calibration, same_model, speed
 from oomguard.calibrate.fit import Data, Fit, Prior
 from oomguard.candidate import Candidates, make_candidate, serve
 from oomguard.estimate.batch import estimate_batch
@@ -187,3 +190,52 @@ def test_a_setting_of_cards_counts_as_steady_on_the_cpu() -> None:
         for one in ("expandable", "steady", None)
     ]
     assert found[0] == found[1] == found[2]
+
+
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+
+
+def timed(pieces: int, after_seconds: float, slower: float = 1.0, device: str = "cpu") -> Record:
+    """Some pieces, at a moment at which all is so much slower."""
+    record = Machine().run(SPEC, make_candidate(SPEC, segments=pieces, threads=1, allocator="steady"), 1 << 40)
+    seconds = slower * (record.seconds_per_pass or 0.0)
+    started = (NOON + timedelta(seconds=after_seconds)).isoformat()
+    more: dict[str, Any] = {"seconds_per_pass": seconds, "fastest_pass_seconds": 0.97 * seconds, "passes": 9}
+    return msgspec.structs.replace(record, started=started, device=device, **more)
+
+
+def calm(records: list[Record]) -> list[float]:
+    """The time of each in average weather, of its true one."""
+    found = Calibration(SPEC, records, CPU)
+    return [found.calm_seconds(one) / (timed(one.candidate.segments, 0).seconds_per_pass or 1.0) for one in records]
+
+
+def test_what_is_measured_while_everything_is_slow_is_not_slow() -> None:
+    """Ten pieces are met by bad weather alone: twelve and eight, measured before and then again, show that it is."""
+    before = [timed(pieces, 3 * n) for n, pieces in enumerate((8, 12, 8, 12))]
+    after = [timed(pieces, 120 + 3 * n, slower=1.4) for n, pieces in enumerate((8, 12, 10, 8, 12))]
+    found = calm([*before, *after])
+    assert after[2].candidate.segments == 10
+    assert found[6] / found[0] < 1.1
+
+
+def test_what_alone_is_slow_is_slow() -> None:
+    records = [timed(8, 0), timed(12, 3), timed(10, 6, slower=1.4), timed(8, 9), timed(12, 12)]
+    found = calm(records)
+    assert found[2] / found[0] > 1.3
+
+
+def test_the_weather_of_one_device_is_not_that_of_another() -> None:
+    slow = [timed(pieces, 3 * n, slower=1.4) for n, pieces in enumerate((8, 12, 8, 12))]
+    covariances = speed.weather([*slow, *(msgspec.structs.replace(one, device="cuda:1") for one in slow)])
+    assert covariances[0, 1] > 0 > covariances[0, 5]
+
+
+def test_records_of_one_moment_differ_by_themselves() -> None:
+    """Only differences count, and one moment has one weather."""
+    assert np.abs(speed.weather([timed(pieces, 0) for pieces in (2, 4, 8)])).max() < 1e-9
+
+
+def test_a_record_that_does_not_say_when_it_was_made_is_no_error() -> None:
+    lost = msgspec.structs.replace(timed(8, 0), started="some day")
+    assert np.isfinite(calm([lost, timed(12, 0)])).all()
