@@ -6,12 +6,12 @@
 minutes; `--every 8` measures every eighth candidate of the grid; `--smoke` a few candidates of one tiny case, about a
 minute, which claims nothing.
 
-The grid is microbatch x pieces (whole, segments, chunks) x engine x threads x allocator: 300, 300 and 180 candidates.
-Each is run within the budget; those whose bare estimate is more than twice what the budget leaves over the runtime are
-counted as not fitting without a run. Then the fastest are run for as long as 20 whole steps, each in its own child,
-until two have stayed within the budget, as a plan must (plans_do_not_run_out.py): what creeps over it later was no
-choice. `dropped` says how many.
-Since the fastest of 200 measured ones is partly the luckiest, the plan and these two are measured again by turns, each
+The grid is microbatch x pieces (whole, segments, chunks) x engine x threads x allocator (`steady`, `plain`, and the
+engine's own of `pooled` and `roomy`): 360, 360 and 180 candidates. Each is run within the budget; those whose bare
+estimate is more than twice what the budget leaves over the runtime are counted as not fitting without a run. Then the
+fastest are run for as long as 20 whole steps, each in its own child, until two have stayed within the budget, as a plan
+must (plans_do_not_run_out.py): what creeps over it later was no choice. `dropped` says how many.
+Since the fastest of 300 measured ones is partly the luckiest, the plan and these two are measured again by turns, each
 in its own child, in many short rounds; the median of the rounds counts, and the better of the two is "the best". `over`
 counts the rounds in which one did not stay within the budget.
 
@@ -38,6 +38,7 @@ from oomguard.device.cpu import cores
 from oomguard.estimate.breakdown import estimate_step
 from oomguard.presets import make_spec
 from oomguard.probe.record import Record
+from oomguard.search.space import HEAP_FOR
 from oomguard.spec import Spec
 from oomguard.units import MIB
 
@@ -69,11 +70,12 @@ LEAST_SPEED, MOST_RUNS = 0.95, 1 / 8
 def grid(spec: Spec) -> list[Candidate]:
     """The grid, in an order in which one child can run many of them."""
     engines = ("onednn", "native") if spec.cell == "lstm" else ("native",)
-    settings = itertools.product(("steady", "plain", "pooled"), engines, dict.fromkeys((1, cores())))
+    settings = itertools.product(("steady", "plain", None), engines, dict.fromkeys((1, cores())))
     return [
-        make_candidate(spec, microbatch=rows, allocator=allocator, engine=engine, threads=threads, **pieces)
+        make_candidate(
+            spec, microbatch=rows, allocator=allocator or HEAP_FOR[engine], engine=engine, threads=threads, **pieces
+        )
         for allocator, engine, threads in settings
-        if (allocator, engine) != ("pooled", "onednn")  # which is for PyTorch's own kernels
         for pieces in PIECES
         for rows in MICROBATCHES
     ]

@@ -14,7 +14,7 @@ from oomguard.spec import Spec
 Precision = Literal["fp32", "bf16", "fp16"]
 Engine = Literal["cudnn", "onednn", "native"]
 Update = Literal["foreach", "fused", "loop"]
-Allocator = Literal["plain", "steady", "pooled", "expandable"]
+Allocator = Literal["plain", "steady", "pooled", "roomy", "expandable"]
 Keep = Literal["device", "host"]
 
 
@@ -70,9 +70,9 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The optimizer's state in 8 bits."""
     allocator: Annotated[Allocator | None, _EXACT] = None
     """`steady` (CPU): fixed glibc thresholds; what is freed goes back to the system. `pooled` (CPU): fixed too, but
-    what is freed stays for later, blocks of 4 MiB and more apart. `expandable` (CUDA): expandable segments. `plain`: as
-    it comes. None takes `steady` on the CPU, where it lowers the peak and makes it repeatable, and `plain` on CUDA. A
-    setting of the other device does nothing."""
+    what is freed stays for later, blocks of 4 MiB and more apart; `roomy` (CPU): of 32 MiB and more. `expandable`
+    (CUDA): expandable segments. `plain`: as it comes. None takes `steady` on the CPU, where it lowers the peak and
+    makes it repeatable, and `plain` on CUDA. A setting of the other device does nothing."""
     workers: Annotated[int, _EXACT] = 0
     """Processes that load data."""
     prefetch: Annotated[int, _EXACT] = 2

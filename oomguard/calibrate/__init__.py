@@ -16,6 +16,7 @@ import numpy as np
 
 from oomguard.calibrate import memory, speed
 from oomguard.calibrate.fit import Data, Fit, Prior, fit_robustly
+from oomguard.calibrate.weather import weather
 from oomguard.estimate import terms
 from oomguard.estimate.breakdown import Estimate, estimate_step
 from oomguard.estimate.malloc import setting_of
@@ -270,18 +271,18 @@ class Calibration:
         features, places = [np.empty((0, len(speed.EFFECTS)))], [np.empty((0, speed.DIRECTIONS))]
         values, noise = list[float](), list[float]()
         timed = [(record, found) for record, found in self.own if record.seconds_per_pass is not None]
+        owed = weather([record for record, _ in timed])
+        self._weather = {id(record): one for (record, _), one in zip(timed, owed.tolist(), strict=True)}
         for record, found in timed:
             knobs, tokens = record.candidate, record.spec.steps * record.candidate.microbatch
             features.append(speed.features(record.spec, knobs, found.engine, cuda=self.place.cuda))
             places.append(speed.places(record.spec, knobs, found.engine))
             guess = np.atleast_1d(speed.guess(record.spec, knobs, found.engine, cuda=self.place.cuda))[0]
-            values.append(float(np.log((record.seconds_per_pass or 0.0) / tokens / guess)))
+            calm = (record.seconds_per_pass or 0.0) * np.exp(-self._weather[id(record)])
+            values.append(float(np.log(calm / tokens / guess)))
             noise.append(speed.noise(record) if id(record) in self._new else speed.OLD_NOISE)
-        shared = speed.weather([record for record, _ in timed])
-        data = Data(np.concatenate(features), np.concatenate(places), np.array(values), np.array(noise), shared)
-        fit = fit_robustly(Prior(speed.EFFECTS, speed.LOCAL, speed.REACH), data)
-        self._weather = {id(record): owed for (record, _), owed in zip(timed, fit.common.tolist(), strict=True)}
-        return fit
+        data = Data(np.concatenate(features), np.concatenate(places), np.array(values), np.array(noise))
+        return fit_robustly(Prior(speed.EFFECTS, speed.LOCAL, speed.REACH), data)
 
 
 def _kinds(estimate: Estimate, place: Place) -> Iterable[tuple[Kind, Any]]:

@@ -1,8 +1,7 @@
 """A small regression: what is like the data is predicted closely, and what is not keeps a wide margin.
 
 A Gaussian process. The value is a sum of a few effects (linear in features), each with a prior that says how large it
-usually is; of something that rows at the same place have in common, and those nearby to some extent; and of noise, of
-which rows may share a part.
+usually is; of something that rows at the same place have in common, and those nearby to some extent; and of noise.
 """
 
 from collections.abc import Sequence
@@ -37,8 +36,6 @@ class Data(NamedTuple):
     """The values."""
     noise: Any
     """The standard deviation of each."""
-    shared: Any = 0.0
-    """Covariances of noise that rows have in common, on top of that."""
 
 
 class Fit:
@@ -53,11 +50,9 @@ class Fit:
     def __init__(self, prior: Prior, data: Data) -> None:
         self.variances, self.prior = np.square(np.asarray(prior.effects)), prior
         self.data = data
-        own = self._covariance(data.features, data.places) + np.diag(np.square(data.noise)) + data.shared
+        own = self._covariance(data.features, data.places) + np.diag(np.square(data.noise))
         self._inverse = np.linalg.inv(own) if len(data.values) else np.empty((0, 0))
         self._weights = self._inverse @ np.asarray(data.values, dtype=float)
-        self.common = data.shared @ self._weights if np.ndim(data.shared) else np.zeros(len(data.values))
-        """What of each value is taken to be noise that it shares with others."""
 
     def at(self, features: Any, places: Any) -> tuple[Any, Any]:
         """The expected value there, and its standard deviation (noise not included)."""
@@ -88,6 +83,5 @@ def fit_robustly(prior: Prior, data: Data) -> Fit:
     noise = data.noise
     for _ in range(ROUNDS):
         found = Fit(prior, data._replace(noise=noise))
-        explained = found.at(data.features, data.places)[0] + found.common
-        noise = np.hypot(data.noise, (np.asarray(data.values) - explained) / 2)
+        noise = np.hypot(data.noise, (np.asarray(data.values) - found.at(data.features, data.places)[0]) / 2)
     return found

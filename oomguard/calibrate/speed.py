@@ -1,7 +1,5 @@
 """How long a pass takes: a guess before anything is measured, and what may make it faster or slower than that."""
 
-from collections.abc import Sequence
-from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -49,9 +47,6 @@ NOISE, QUIET = 0.06, 0.03
 least, however alike its passes were."""
 OLD_NOISE = 0.25
 """The same of a time that an earlier search measured: the machine may have had other things to do."""
-WEATHER, LASTS_SECONDS = 0.15, 20.0
-"""By how much a machine that others use too is slower or faster than on average (its logarithm), and for how long: what
-was measured a moment later was measured in the same weather."""
 EFFECTS = (
     *(1.5, 0.5, 0.2, 0.6, 0.5, 0.2, 0.12, 0.2, 0.15, 0.12, 0.2, 0.2, 0.2, 0.05),
     *(0.15, 0.12, 0.06, 0.12, 0.12, 0.12, 0.12, 0.1),
@@ -123,31 +118,6 @@ def noise(record: Record) -> float:
     return float(np.hypot(QUIET, np.log(record.seconds_per_pass / record.fastest_pass_seconds) / 2))
 
 
-def weather(records: Sequence[Record]) -> Any:
-    """Covariances of what records owe to the moment: of those that one device measured soon after one another.
-
-    Around the average of them all, since only differences decide what is fastest.
-
-    >>> weather([]).shape
-    (0, 0)
-    """
-    moments = np.array([_moment(one) for one in records])
-    devices = np.array([one.device for one in records])
-    apart = np.abs(moments[:, None] - moments[None, :])
-    share = WEATHER / np.sqrt([1 + one.seconds / LASTS_SECONDS for one in records])  # a long probe sees some of each
-    alike = np.outer(share, share) * np.exp(-apart / LASTS_SECONDS) * (devices[:, None] == devices[None, :])
-    centre = np.eye(len(records)) - 1 / max(1, len(records))
-    return centre @ alike @ centre
-
-
-def _moment(record: Record) -> float:
-    """The middle of a probe, in seconds; long ago if its ledger does not say when that was."""
-    try:
-        return datetime.fromisoformat(record.started).timestamp() + record.seconds / 2
-    except ValueError:
-        return 0.0
-
-
 def _forwards(knobs: Knobs) -> Any:
     """Forward passes beyond the first: one for each level of segments that are recomputed."""
     return np.asarray(knobs.levels) * np.greater(knobs.segments, 1) * np.asarray(knobs.recompute)
@@ -198,7 +168,7 @@ def piece_of(spec: Spec, knobs: Knobs) -> Any:
 
 def _keeps(knobs: Knobs) -> Any:
     """CPU: whether the C heap keeps what is freed for later."""
-    return (np.asarray(knobs.allocator) == "plain") | (np.asarray(knobs.allocator) == "pooled")
+    return np.isin(np.asarray(knobs.allocator, dtype=str), ("plain", "pooled", "roomy"))
 
 
 def _is(value: Any, name: str) -> Any:

@@ -10,10 +10,11 @@ import numpy as np
 
 from oomguard.estimate.call import Count, round_up
 
-THRESHOLD_BYTES = {"steady": 65_536, "pooled": 4 << 20, "plain": 32 << 20, "cuda": 0}
+THRESHOLD_BYTES = {"steady": 65_536, "pooled": 4 << 20, "roomy": 32 << 20, "plain": 32 << 20, "cuda": 0}
 """From so many bytes on a block gets pages of its own, by allocator setting (on CUDA there is no heap). `steady` gives
-back what it can; `pooled` has all that a step of PyTorch's own kernels needs in the heap, and little that is larger.
-`plain`: glibc raises its threshold to what was freed, up to that (DEFAULT_MMAP_THRESHOLD_MAX, malloc.c, glibc 2.36)."""
+back what it can; `pooled` has all that a step of PyTorch's own kernels needs in the heap, and little that is larger;
+`roomy` as much as glibc can be told to. `plain`: glibc raises its threshold to what was freed, up to that
+(DEFAULT_MMAP_THRESHOLD_MAX, malloc.c, glibc 2.36)."""
 
 ENVIRONMENT: dict[str, dict[str, str]] = {
     "plain": {},
@@ -24,11 +25,14 @@ ENVIRONMENT: dict[str, dict[str, str]] = {
         "MALLOC_ARENA_MAX": "1",
         "MALLOC_MMAP_MAX_": "30000",
     },
-    "pooled": {
-        "MALLOC_MMAP_THRESHOLD_": str(THRESHOLD_BYTES["pooled"]),
-        "MALLOC_TRIM_THRESHOLD_": str(1 << 50),
-        "MALLOC_ARENA_MAX": "1",
-        "MALLOC_MMAP_MAX_": "30000",
+    **{
+        name: {
+            "MALLOC_MMAP_THRESHOLD_": str(THRESHOLD_BYTES[name]),
+            "MALLOC_TRIM_THRESHOLD_": str(1 << 50),
+            "MALLOC_ARENA_MAX": "1",
+            "MALLOC_MMAP_MAX_": "30000",
+        }
+        for name in ("pooled", "roomy")
     },
 }
 """What is exported before the process starts, by allocator setting. A fixed threshold stops glibc from raising its own

@@ -169,7 +169,7 @@ def _is_modest(known: Known, kind: Kind, estimate: Estimate) -> bool:
         return True
     place, spare_bytes = known.problem.place, max(0, known.problem.budget_bytes - int(estimate.terms["runtime"]))
     # a C heap without fixed thresholds can keep several times what is in use (3.5 times: an LSTM's logits in 2 chunks)
-    least_bytes = 0 if kind.allocator == "plain" and not place.cuda else SMALL_BYTES
+    least_bytes = 0 if kind.allocator in ("plain", "roomy") and not place.cuda else SMALL_BYTES
     return float(memory.split(estimate)[1][0]) <= max(least_bytes, spare_bytes // SAFE_SHARE)
 
 
