@@ -289,11 +289,13 @@ def _views(problem: Problem, records: Sequence[Record]) -> list[Screened]:
 
 
 def _rows(view: Screened, maximize: tuple[str, ...]) -> list[int]:
-    """The fastest, or the fastest of each microbatch if that is an aim."""
+    """What a plan takes, and the fastest of every other microbatch if that is an aim."""
+    chosen = choose(view)
+    if chosen is None or "microbatch" not in maximize:
+        return [] if chosen is None else [chosen]
     seconds = np.where(view.eligible, view.expected, np.inf)
-    if "microbatch" not in maximize:
-        return [int(np.argmin(seconds))]
     sizes = np.broadcast_to(view.candidates.microbatch, len(seconds))
+    seconds[chosen] = 0.0
     return [int(np.argmin(np.where(sizes == size, seconds, np.inf))) for size in np.unique(sizes[view.eligible])]
 
 

@@ -79,7 +79,7 @@ def make_space(spec: Spec, place: Place, budget_bytes: int, here: "Here", allow:
         choices["state_8bit"] = (False, True)
     settings = [dict(zip(choices, one, strict=True)) for one in itertools.product(*choices.values())]
     if not place.cuda and "allocator" not in fixed:
-        settings = [one for one in settings if one["allocator"] in ("steady", HEAP_FOR[one["engine"]])]
+        settings = [one for one in settings if one["allocator"] in ("steady", HEAP_FOR.get(one["engine"]))]
     return Space(
         settings=tuple(settings),
         pieces=True,
