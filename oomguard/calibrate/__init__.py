@@ -17,9 +17,10 @@ import numpy as np
 from oomguard.calibrate import memory, speed
 from oomguard.calibrate.fit import Data, Fit, Prior, fit_robustly
 from oomguard.calibrate.weather import weather
+from oomguard.candidate import Candidate, Candidates
 from oomguard.estimate import terms
 from oomguard.estimate.breakdown import Estimate, estimate_step
-from oomguard.estimate.malloc import setting_of
+from oomguard.estimate.malloc import in_heap, setting_of
 from oomguard.estimate.margin import MARGIN_PERCENT, SCATTERED_PERCENT, scattered
 from oomguard.estimate.place import Place
 from oomguard.probe.record import Record
@@ -104,10 +105,12 @@ def _setting(kind: Kind, place: Place) -> str:
     return "cuda" if place.cuda else setting_of(kind.allocator)
 
 
-def _noise(spec: Spec, kind: Kind, setting: str) -> float:
-    if spec.cell == "rnn" and setting in ("steady", "pooled"):
-        return memory.NOISE["rnn"]
-    return memory.NOISE["native" if setting == "steady" and kind.engine == "native" else setting]
+def _noise(spec: Spec, knobs: Candidate | Candidates, kind: Kind, setting: str) -> Any:
+    """Of each candidate, or of one."""
+    usual = memory.NOISE["native" if setting == "steady" and kind.engine == "native" else setting]
+    small = in_heap(4 * spec.hidden * np.asarray(knobs.microbatch), setting)
+    unsure = small & (spec.cell == "rnn") & (setting in ("steady", "pooled"))
+    return np.where(unsure, memory.NOISE["rnn"], usual)
 
 
 class Calibration:
@@ -168,7 +171,8 @@ class Calibration:
             expected = rest[rows] * np.exp(ratio)
             # whatever is far from all records is still an estimate, and errs no more than those do
             most = np.maximum(bare_deviation(setting), apart[rows] * _deviation(SCATTERED_PERCENT))
-            noise = np.hypot(_noise(self.spec, kind, setting), apart[rows] * memory.SCATTERED)
+            usual = np.broadcast_to(_noise(self.spec, estimate.candidate, kind, setting), len(rest))
+            noise = np.hypot(usual[rows], apart[rows] * memory.SCATTERED)
             deviation = np.minimum(np.hypot(spread, noise), most)
             peak[rows] = known[rows] + expected + self._runtime_bytes(kind, estimate)
             margin[rows] = expected * np.expm1(memory.SIGMAS * deviation) + memory.FLOOR_BYTES[self.where]
@@ -252,7 +256,7 @@ class Calibration:
             places.append(memory.places(record.spec, record.candidate) * (1 if same else -1))
             values.append(float(np.log(measured / rest[0])))
             doubts = [
-                _noise(self.spec, kind, setting) + memory.ERROR_BYTES[self.where] / rest[0],
+                float(_noise(record.spec, record.candidate, kind, setting)) + memory.ERROR_BYTES[self.where] / rest[0],
                 0.0 if same else memory.OTHER_MODEL,
             ]
             doubts += [memory.ONE_PASS] if record.passes == 1 and kind.engine == "native" else []
