@@ -107,9 +107,11 @@ def _setting(kind: Kind, place: Place) -> str:
 
 def _noise(spec: Spec, knobs: Candidate | Candidates, kind: Kind, setting: str) -> Any:
     """Of each candidate, or of one."""
-    usual = memory.NOISE["native" if setting == "steady" and kind.engine == "native" else setting]
+    usual = memory.by_chunks(memory.NOISE, knobs, setting)
+    if setting == "steady" and kind.engine == "native":
+        usual = memory.NOISE["native"]
     small = in_heap(4 * spec.hidden * np.asarray(knobs.microbatch), setting)
-    unsure = small & (spec.cell == "rnn") & (setting in ("steady", "pooled"))
+    unsure = small & (spec.cell == "rnn") & (setting == "steady")
     return np.where(unsure, memory.NOISE["rnn"], usual)
 
 

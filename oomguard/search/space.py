@@ -31,10 +31,10 @@ SHARE = 0.02
 """From this share of the budget on, a term is worth a knob of its own."""
 HEAP_FOR = {"native": "pooled", "onednn": "roomy"}
 """CPU: beside `steady`, the allocator setting in which an engine is fastest. PyTorch's own kernels ask for a few blocks
-at every step: in a heap that keeps them they are as fast as they come, and peak alike from run to run. oneDNN's blocks
-hold a whole piece, and it is faster if the heap keeps those too (LSTM 128, T = 400, 2 threads: 63 ms a step in chunks,
-and 106 with glibc's moving thresholds), though peaks vary by that. `plain` is not tried: it is neither fast nor steady,
-and a process that has run larger blocks is not the one that a training starts with."""
+at every step: in a heap that keeps them they are as fast as they come. oneDNN's blocks hold a whole piece, and it is
+faster if the heap keeps those too (LSTM 128, T = 400, 2 threads: 63 ms a step in chunks, and 106 with glibc's moving
+thresholds), though peaks vary by that. `plain` is tried for vanilla RNNs alone, which creep up in the others by a
+third: it is neither fast nor steady, and a process that has run larger blocks is not the one a training starts with."""
 SHORTEST_PIECE, SHORTEST_WINDOW = 8, 32
 """Steps of a segment and of a window: what is shorter takes more time than it saves memory."""
 
@@ -64,7 +64,7 @@ def make_space(spec: Spec, place: Place, budget_bytes: int, here: "Here", allow:
         "precision": _precisions(here.precisions) if "precision" in allow else ("fp32",),
         "threads": (None,) if place.cuda else _threads(here.cores),
         "allocator": ("plain", "expandable") if place.cuda and here.expandable else ("plain",) if place.cuda
-        else ("steady", *dict.fromkeys(HEAP_FOR.values())),
+        else ("steady", "plain") if spec.cell == "rnn" else ("steady", *dict.fromkeys(HEAP_FOR.values())),
     }  # fmt: skip
     weights_bytes = terms.weights_bytes(spec)
     if place.cuda and 2 * weights_bytes > SHARE * budget_bytes:
@@ -78,7 +78,7 @@ def make_space(spec: Spec, place: Place, budget_bytes: int, here: "Here", allow:
     if "8bit" in allow and importlib.util.find_spec("bitsandbytes") is not None and "state_8bit" not in fixed:
         choices["state_8bit"] = (False, True)
     settings = [dict(zip(choices, one, strict=True)) for one in itertools.product(*choices.values())]
-    if not place.cuda and "allocator" not in fixed:
+    if not place.cuda and "allocator" not in fixed and spec.cell != "rnn":
         settings = [one for one in settings if one["allocator"] in ("steady", HEAP_FOR.get(one["engine"]))]
     return Space(
         settings=tuple(settings),
