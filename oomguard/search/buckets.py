@@ -17,6 +17,8 @@ MOST_LENGTHS = 256
 """Distinct lengths that borders are looked for among."""
 WORTH = 0.01
 """A further bucket must save this share of all tokens."""
+ALIKE = 0.02
+"""Times that differ by no more than this are taken for equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +109,9 @@ def bucket(problem: Problem, records: Sequence[Record], chosen: Candidate) -> li
 
 
 def _row(view: Screened, chosen: Candidate, *, whole: bool) -> int:
-    """The fastest that fits, exact if there is one; if only the chosen candidate's own record lets it fit, the
-    smallest. The longest sequences are run as the chosen candidate says."""
+    """The fastest that fits, exact if there is one, and of those that are as fast the one with the largest microbatch;
+    if only the chosen candidate's own record lets it fit, the smallest. The longest sequences are run as the chosen
+    candidate says."""
     alike = rows_like(view.candidates, chosen, [*SETTING, "threads"])
     if whole:
         alike &= rows_like(view.candidates, chosen, ["microbatch", "segments", "levels", "recompute", "window"])
@@ -116,7 +119,9 @@ def _row(view: Screened, chosen: Candidate, *, whole: bool) -> int:
     exact = fits & is_none(view.candidates.window)
     if not fits.any():
         return int(np.argmin(np.where(alike, view.safe_bytes, np.inf)))
-    return int(np.argmin(np.where(exact if exact.any() else fits, view.expected, np.inf)))
+    seconds = np.where(exact if exact.any() else fits, view.expected, np.inf)
+    sizes = np.broadcast_to(view.candidates.microbatch, len(seconds))
+    return int(np.lexsort((seconds, -sizes, seconds > (1 + ALIKE) * seconds.min()))[0])
 
 
 def _bucketed(view: Screened, row: int, part: Part) -> Bucketed:
