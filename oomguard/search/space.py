@@ -33,8 +33,8 @@ HEAP_FOR = {"native": "pooled", "onednn": "roomy"}
 """CPU: beside `steady`, the allocator setting in which an engine is fastest. PyTorch's own kernels ask for a few blocks
 at every step: in a heap that keeps them they are as fast as they come. oneDNN's blocks hold a whole piece, and it is
 faster if the heap keeps those too (LSTM 128, T = 400, 2 threads: 63 ms a step in chunks, and 106 with glibc's moving
-thresholds), though peaks vary by that. `plain` is tried for vanilla RNNs alone, which creep up in the others by a
-third: it is neither fast nor steady, and a process that has run larger blocks is not the one a training starts with."""
+thresholds), though peaks vary by that. Vanilla RNNs have `steady` alone: in the others they creep up by a third. `plain`
+is not tried: it is neither fast nor steady, and a process that has run larger blocks is not the one a training has."""
 SHORTEST_PIECE, SHORTEST_WINDOW = 8, 32
 """Steps of a segment and of a window: what is shorter takes more time than it saves memory."""
 
@@ -64,7 +64,7 @@ def make_space(spec: Spec, place: Place, budget_bytes: int, here: "Here", allow:
         "precision": _precisions(here.precisions) if "precision" in allow else ("fp32",),
         "threads": (None,) if place.cuda else _threads(here.cores),
         "allocator": ("plain", "expandable") if place.cuda and here.expandable else ("plain",) if place.cuda
-        else ("steady", "plain") if spec.cell == "rnn" else ("steady", *dict.fromkeys(HEAP_FOR.values())),
+        else ("steady",) if spec.cell == "rnn" else ("steady", *dict.fromkeys(HEAP_FOR.values())),
     }  # fmt: skip
     weights_bytes = terms.weights_bytes(spec)
     if place.cuda and 2 * weights_bytes > SHARE * budget_bytes:
