@@ -33,7 +33,7 @@ HEAP_FOR = {"native": "pooled", "onednn": "roomy"}
 """CPU: beside `steady`, the allocator setting in which an engine is fastest. PyTorch's own kernels ask for a few blocks
 at every step: in a heap that keeps them they are as fast as they come. oneDNN's blocks hold a whole piece, and it is
 faster if the heap keeps those too (LSTM 128, T = 400, 2 threads: 63 ms a step in chunks, and 106 with glibc's moving
-thresholds), though peaks vary by that. Vanilla RNNs have `steady` alone: in the others they creep up by a third. `plain`
+thresholds), though peaks vary by that. Vanilla RNNs have `steady` alone: elsewhere they creep up by a third. `plain`
 is not tried: it is neither fast nor steady, and a process that has run larger blocks is not the one a training has."""
 SHORTEST_PIECE, SHORTEST_WINDOW = 8, 32
 """Steps of a segment and of a window: what is shorter takes more time than it saves memory."""
