@@ -17,10 +17,9 @@ import numpy as np
 from oomguard.calibrate import memory, speed
 from oomguard.calibrate.fit import Data, Fit, Prior, fit_robustly
 from oomguard.calibrate.weather import weather
-from oomguard.candidate import Candidate, Candidates
 from oomguard.estimate import terms
 from oomguard.estimate.breakdown import Estimate, estimate_step
-from oomguard.estimate.malloc import in_heap, setting_of
+from oomguard.estimate.malloc import setting_of
 from oomguard.estimate.margin import MARGIN_PERCENT, SCATTERED_PERCENT, scattered
 from oomguard.estimate.place import Place
 from oomguard.probe.record import Record
@@ -105,16 +104,6 @@ def _setting(kind: Kind, place: Place) -> str:
     return "cuda" if place.cuda else setting_of(kind.allocator)
 
 
-def _noise(spec: Spec, knobs: Candidate | Candidates, kind: Kind, setting: str) -> Any:
-    """Of each candidate, or of one."""
-    usual = memory.by_chunks(memory.NOISE, knobs, setting)
-    if setting == "steady" and kind.engine == "native":
-        usual = memory.NOISE["native"]
-    small = in_heap(4 * spec.hidden * np.asarray(knobs.microbatch), setting)
-    unsure = small & (spec.cell == "rnn") & (setting == "steady")
-    return np.where(unsure, memory.NOISE["rnn"], usual)
-
-
 class Calibration:
     """What records tell about a spec on a device.
 
@@ -173,7 +162,7 @@ class Calibration:
             expected = rest[rows] * np.exp(ratio)
             # whatever is far from all records is still an estimate, and errs no more than those do
             most = np.maximum(bare_deviation(setting), apart[rows] * _deviation(SCATTERED_PERCENT))
-            usual = np.broadcast_to(_noise(self.spec, estimate.candidate, kind, setting), len(rest))
+            usual = np.broadcast_to(memory.noise(self.spec, estimate.candidate, kind.engine, setting), len(rest))
             noise = np.hypot(usual[rows], apart[rows] * memory.SCATTERED)
             deviation = np.minimum(np.hypot(spread, noise), most)
             peak[rows] = known[rows] + expected + self._runtime_bytes(kind, estimate)
@@ -257,10 +246,8 @@ class Calibration:
             features.append(memory.features(record.candidate, rest))
             places.append(memory.places(record.spec, record.candidate) * (1 if same else -1))
             values.append(float(np.log(measured / rest[0])))
-            doubts = [
-                float(_noise(record.spec, record.candidate, kind, setting)) + memory.ERROR_BYTES[self.where] / rest[0],
-                0.0 if same else memory.OTHER_MODEL,
-            ]
+            usual = float(memory.noise(record.spec, record.candidate, kind.engine, setting))
+            doubts = [usual + memory.ERROR_BYTES[self.where] / rest[0], 0.0 if same else memory.OTHER_MODEL]
             doubts += [memory.ONE_PASS] if record.passes == 1 and kind.engine == "native" else []
             noise.append(float(np.linalg.norm(doubts)))
         data = Data(np.concatenate(features), np.concatenate(places), np.array(values), np.array(noise))

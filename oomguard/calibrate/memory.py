@@ -7,6 +7,7 @@ import numpy as np
 from oomguard.calibrate.speed import piece_of
 from oomguard.candidate import Candidate, Candidates
 from oomguard.estimate.breakdown import Estimate
+from oomguard.estimate.malloc import in_heap
 from oomguard.spec import Spec
 from oomguard.units import MIB
 
@@ -28,7 +29,8 @@ NOISE = {
     **{"roomy": 0.12, "plain": 0.08, "cuda": 0.015},
 }
 """Standard deviation of a measured rest around what the effects explain. (`native`: PyTorch's own kernels, steady.
-`rnn`: a vanilla RNN with its states in the heap, which has two outcomes: one estimate came out 9 % low.)"""
+`rnn`: a vanilla RNN with its states in the heap, which has two outcomes: one estimate came out 9 % low. `chunks`: in
+`pooled`, as above.)"""
 SCATTERED = 0.08
 """Standard deviation on top of that, where the heap falls to pieces (estimate/margin.py)."""
 OTHER_MODEL = 0.05
@@ -46,14 +48,28 @@ FEW = 4
 Knobs = Candidate | Candidates
 
 
-def by_chunks(table: dict[str, float], knobs: Knobs, setting: str) -> Any:
-    """A setting's figure; in `pooled`, that of chunks where pieces are not computed again.
+def repeat(knobs: Knobs, setting: str) -> Any:
+    """The figure of `REPEAT` for a candidate, or of each of many.
 
-    >>> by_chunks(NOISE, Candidates(microbatch=1, segments=4, recompute=np.array([True, False])), "pooled").tolist()
-    [0.1, 0.015]
+    >>> repeat(Candidates(microbatch=1, segments=4, recompute=np.array([True, False])), "pooled").tolist()
+    [0.25, 0.02]
     """
-    chunks = np.greater(knobs.segments, 1) & ~np.asarray(knobs.recompute, dtype=bool) & (setting == "pooled")
-    return np.where(chunks, table["chunks"], table[setting])
+    return np.where((setting == "pooled") & _chunks(knobs), REPEAT["chunks"], REPEAT[setting])
+
+
+def noise(spec: Spec, knobs: Knobs, engine: str, setting: str) -> Any:
+    """The figure of `NOISE` for a candidate, or of each of many."""
+    if setting == "pooled":
+        return np.where(_chunks(knobs), NOISE["chunks"], NOISE["pooled"])
+    if setting != "steady" or engine != "native":
+        return np.asarray(NOISE[setting])
+    unsure = (spec.cell == "rnn") & in_heap(4 * spec.hidden * np.asarray(knobs.microbatch), setting)
+    return np.where(unsure, NOISE["rnn"], NOISE["native"])
+
+
+def _chunks(knobs: Knobs) -> Any:
+    """Where pieces are not computed again."""
+    return np.greater(knobs.segments, 1) & ~np.asarray(knobs.recompute, dtype=bool)
 
 
 def split(estimate: Estimate) -> tuple[Any, Any]:
@@ -66,7 +82,7 @@ def split(estimate: Estimate) -> tuple[Any, Any]:
 def features(knobs: Knobs, rest: Any) -> Any:
     """1, pieces or not, chunks or not, doublings of the rest, doublings of the microbatch."""
     pieces = np.greater(knobs.segments, 1) * 1.0
-    chunks = pieces * (1.0 - np.asarray(knobs.recompute) * 1.0)
+    chunks = _chunks(knobs) * 1.0
     size = np.log2(rest / (256 * MIB))
     rows = np.log2(np.asarray(knobs.microbatch, dtype=float)) - 4
     columns = (np.ones_like(rest), np.atleast_1d(pieces), np.atleast_1d(chunks), size, np.atleast_1d(rows))

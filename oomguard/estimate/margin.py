@@ -11,8 +11,9 @@ from oomguard.estimate.place import Place
 from oomguard.spec import Spec
 
 MARGIN_PERCENT = {"steady": 10, "pooled": 30, "roomy": 110, "plain": 80, "cuda": 15}
-"""Of the growth over the runtime, by what errs: the C heap with fixed thresholds or with moving ones (24 of the
-benchmark's rows, run again without the setting, peaked at up to 1.78 of the estimate), cuDNN's workspace (assumed)."""
+"""Of the growth over the runtime, by what errs: the C heap with fixed thresholds or with moving ones (rows of the
+benchmark, run again: 16 in `pooled` peaked at 0.96 to 1.19 of the estimate, 18 of oneDNN in `roomy` at 0.99 to 2.0, 24
+in `plain` at up to 1.78), cuDNN's workspace (assumed)."""
 SCATTERED_PERCENT = 35
 """The same with fixed thresholds, where the heap falls to pieces (two such rows of the benchmark, vanilla RNNs, peaked
 at 1.17 and 1.33 of the estimate; a GRU with blocks of 1 KiB at 1.13, and at 1.21 of what shorter sequences had led to

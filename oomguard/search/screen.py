@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from oomguard.calibrate import Calibration, Prediction, same_model
-from oomguard.calibrate.memory import REPEAT, by_chunks
+from oomguard.calibrate.memory import repeat
 from oomguard.calibrate.speed import LOCAL, cold, faults, noise
 from oomguard.candidate import Candidate, Candidates
 from oomguard.estimate.batch import estimate_batch
@@ -171,7 +171,7 @@ def repeated_bytes(record: Record, *, cuda: bool) -> int:
     assert record.peak_bytes is not None
     growth_bytes = record.peak_bytes - (record.runtime_bytes or 0)
     setting = "cuda" if cuda else setting_of(record.candidate.allocator)
-    return record.peak_bytes + round(float(by_chunks(REPEAT, record.candidate, setting)) * growth_bytes) + REPEAT_BYTES
+    return record.peak_bytes + round(float(repeat(record.candidate, setting)) * growth_bytes) + REPEAT_BYTES
 
 
 def may_repeat_bytes(view: Screened) -> Any:
@@ -179,7 +179,7 @@ def may_repeat_bytes(view: Screened) -> Any:
     names = np.broadcast_to(np.asarray(view.candidates.allocator, dtype=object), len(view.fits))
     shares = np.zeros(len(names))
     for name in {*names.tolist()}:
-        shares = np.where(names == name, by_chunks(REPEAT, view.candidates, setting_of(name)), shares)
+        shares = np.where(names == name, repeat(view.candidates, setting_of(name)), shares)
     return view.peak_bytes + shares * (view.peak_bytes - np.max(view.estimate.terms["runtime"])) + REPEAT_BYTES
 
 

@@ -63,9 +63,8 @@ def make_space(spec: Spec, place: Place, budget_bytes: int, here: "Here", allow:
         "engine": _engines(spec, place),
         "precision": _precisions(here.precisions) if "precision" in allow else ("fp32",),
         "threads": (None,) if place.cuda else _threads(here.cores),
-        "allocator": ("plain", "expandable") if place.cuda and here.expandable else ("plain",) if place.cuda
-        else ("steady",) if spec.cell == "rnn" else ("steady", *dict.fromkeys(HEAP_FOR.values())),
-    }  # fmt: skip
+        "allocator": _allocators(spec, place, here),
+    }
     weights_bytes = terms.weights_bytes(spec)
     if place.cuda and 2 * weights_bytes > SHARE * budget_bytes:
         choices["offload"] = (False, True)
@@ -78,7 +77,7 @@ def make_space(spec: Spec, place: Place, budget_bytes: int, here: "Here", allow:
     if "8bit" in allow and importlib.util.find_spec("bitsandbytes") is not None and "state_8bit" not in fixed:
         choices["state_8bit"] = (False, True)
     settings = [dict(zip(choices, one, strict=True)) for one in itertools.product(*choices.values())]
-    if not place.cuda and "allocator" not in fixed and spec.cell != "rnn":
+    if not place.cuda and "allocator" not in fixed:
         settings = [one for one in settings if one["allocator"] in ("steady", HEAP_FOR.get(one["engine"]))]
     return Space(
         settings=tuple(settings),
@@ -131,6 +130,13 @@ def _engines(spec: Spec, place: Place) -> tuple[str, ...]:
     if place.cuda:  # PyTorch's own kernels keep several times as much there: only if they are asked for
         return ("cudnn",)
     return ("onednn", "native") if spec.cell == "lstm" and spec.projection is None else ("native",)
+
+
+def _allocators(spec: Spec, place: Place, here: Here) -> tuple[str, ...]:
+    """For any engine; on the CPU the first is that of all of them."""
+    if place.cuda:
+        return ("plain", "expandable") if here.expandable else ("plain",)
+    return ("steady",) if spec.cell == "rnn" else ("steady", *HEAP_FOR.values())
 
 
 def _precisions(own: tuple[str, ...]) -> tuple[str, ...]:
