@@ -12,6 +12,7 @@ from oomguard.candidate import Candidate, Candidates
 from oomguard.errors import MisuseError
 from oomguard.estimate.breakdown import Estimate
 from oomguard.estimate.engines import cudnn
+from oomguard.estimate.malloc import setting_of
 from oomguard.estimate.passes import make_pass, piece_steps
 from oomguard.estimate.place import Place
 from oomguard.estimate.what_if import Need, WhatIf
@@ -192,9 +193,9 @@ def _copies(case: Case) -> Iterator[Line]:
 
 
 def _heap(case: Case) -> Iterator[Line]:
-    if not case.place.cuda and case.candidate.allocator == "plain":
+    if not case.place.cuda and setting_of(case.candidate.allocator) != "steady":
         need = case.what_if.need(allocator="steady")
-        yield from case.line("--allocator steady gives freed memory back to the system", need, Cost.NOTHING)
+        yield from case.line("--allocator steady gives freed memory back to the system", need, Cost.TIME)
 
 
 def _padding(case: Case) -> Iterator[Line]:

@@ -138,8 +138,9 @@ def test_sequences_of_one_length_have_no_padding(length: int, microbatch: int) -
     assert padded_share({length: 7}, microbatch) == pytest.approx(0)
 
 
-def test_the_plain_allocator_hears_of_the_steady_one() -> None:
-    assert about("--allocator steady", advice(cell="gru", seq=10_000, allocator="plain"))
+@pytest.mark.parametrize("allocator", ["plain", "pooled"])
+def test_an_allocator_that_keeps_what_is_freed_hears_of_the_steady_one(allocator: str) -> None:
+    assert about("--allocator steady", advice(cell="gru", seq=10_000, allocator=allocator))
 
 
 def test_batch_first_hears_what_its_copies_cost() -> None:
