@@ -154,14 +154,14 @@ class Calibration:
         known, rest = memory.split(estimate)
         peak, margin = np.zeros_like(rest), np.zeros_like(rest)
         columns = memory.features(estimate.candidate, rest)
-        places = np.broadcast_to(memory.places(self.spec, estimate.candidate), (len(rest), 1))
+        places = np.broadcast_to(self._places(self.spec, estimate.candidate), (len(rest), 2))
         apart = np.broadcast_to(scattered(self.spec, estimate.candidate), len(rest)) & (not self.place.cuda)
         for kind, rows in _kinds(estimate, self.place):
             fit, setting = self._memory_fit(kind), _setting(kind, self.place)
             ratio, spread = fit.at(columns[rows], places[rows])
             expected = rest[rows] * np.exp(ratio)
             # whatever is far from all records is still an estimate, and errs no more than those do
-            most = np.maximum(bare_deviation(setting), apart[rows] * _deviation(SCATTERED_PERCENT))
+            most = np.maximum(self._level(kind), apart[rows] * _deviation(SCATTERED_PERCENT))
             usual = np.broadcast_to(memory.noise(self.spec, estimate.candidate, kind.engine, setting), len(rest))
             noise = np.hypot(usual[rows], apart[rows] * memory.SCATTERED)
             deviation = np.minimum(np.hypot(spread, noise), most)
@@ -217,7 +217,7 @@ class Calibration:
     def _exceeds(self, fit: Fit, record: Record, found: Estimate) -> bool:
         """Whether what ran out came further than it should have needed."""
         rest = memory.split(found)[1]
-        features, places = memory.features(record.candidate, rest), memory.places(record.spec, record.candidate)
+        features, places = memory.features(record.candidate, rest), self._places(record.spec, record.candidate)
         return bool(self._measured_rest(record, found) > rest[0] * np.exp(fit.at(features, places)[0][0]))
 
     def _measured_rest(self, record: Record, found: Estimate) -> float:
@@ -226,6 +226,14 @@ class Calibration:
             return max(1, record.terms["rest"] + record.terms["gradients"])
         runtime_bytes = self._runtime_bytes(kind_of(record), found)
         return max(1.0, (record.peak_bytes or 0) - runtime_bytes - float(memory.split(found)[0][0]))
+
+    def _level(self, kind: Kind) -> float:
+        """By how much estimates of a kind may be off altogether (standard deviation), and so the most they are."""
+        measured = self.place.cuda and kind in self.kinds
+        return memory.CARD_LEVEL if measured else bare_deviation(_setting(kind, self.place))
+
+    def _places(self, spec: Spec, knobs: memory.Knobs) -> Any:
+        return memory.places(spec, knobs, cuda=self.place.cuda)
 
     def _estimate(self, record: Record) -> Estimate:
         return estimate_step(record.spec, record.candidate, self.place)
@@ -238,16 +246,16 @@ class Calibration:
     def _fit_memory(self, kind: Kind, rows: list[tuple[Record, Estimate, bool]]) -> Fit:
         setting = _setting(kind, self.place)
         # what no record calibrates keeps the margin of the bare estimate, whatever its size
-        slopes = memory.SLOPES if rows else (0.0,) * len(memory.SLOPES)
-        effects = [bare_deviation(setting), *slopes]
-        features, places, values, noise = [np.empty((0, len(effects)))], [np.empty((0, 1))], [], []
+        slopes = memory.SLOPES[self.where] if rows else (0.0,) * len(memory.SLOPES[self.where])
+        effects = [self._level(kind), *slopes]
+        features, places, values, noise = [np.empty((0, len(effects)))], [np.empty((0, 2))], [], []
         for record, found, same in rows:
             rest, measured = memory.split(found)[1], self._measured_rest(record, found)
             features.append(memory.features(record.candidate, rest))
-            places.append(memory.places(record.spec, record.candidate) * (1 if same else -1))
+            places.append(self._places(record.spec, record.candidate) * (1 if same else -1))
             values.append(float(np.log(measured / rest[0])))
             usual = float(memory.noise(record.spec, record.candidate, kind.engine, setting))
-            doubts = [usual + memory.ERROR_BYTES[self.where] / rest[0], 0.0 if same else memory.OTHER_MODEL]
+            doubts = [usual + memory.ERROR_BYTES[self.where] / rest[0], 0.0 if same else memory.OTHER_MODEL[self.where]]
             doubts += [memory.ONE_PASS] if record.passes == 1 and kind.engine == "native" else []
             noise.append(float(np.linalg.norm(doubts)))
         data = Data(np.concatenate(features), np.concatenate(places), np.array(values), np.array(noise))

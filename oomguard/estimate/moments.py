@@ -3,6 +3,7 @@
 from oomguard.candidate import Candidate
 from oomguard.estimate import terms
 from oomguard.estimate.call import Count, maximum, where
+from oomguard.estimate.engines import cudnn
 from oomguard.estimate.passes import (
     Pass,
     between_bytes,
@@ -142,8 +143,17 @@ def _all_activations(step: Pass, kept: Pass) -> Count:
 
 
 def _gathered(step: Pass, kept: Pass) -> Count:
-    """Chunks that are kept differentiate the head at once, and hold the gradients of their outputs until the end."""
-    return kept.width_bytes - step.width_bytes if step.spec.head == "per-step" else 0
+    """Chunks that are kept differentiate the head at once, and hold the gradients of their outputs until the end; the
+    graph of each has a copy of the weights of its own, if they are cast."""
+    outputs = kept.width_bytes - step.width_bytes if step.spec.head == "per-step" else 0
+    return outputs + where(step.candidate.recompute, 0, step.pieces - 1) * _recast_bytes(step)
+
+
+def _recast_bytes(step: Pass) -> int:
+    """cuDNN: the flat copy of its weights in half precision that a call makes and keeps until backward. (The first of
+    them is among the weights, `_cast_bytes`.)"""
+    half = step.engine == "cudnn" and step.candidate.precision != "fp32"
+    return sum(int(cudnn.flat_weight_bytes(call)) for call in step.calls) if half else 0
 
 
 def _forward(step: Pass, kept: Pass) -> Terms:

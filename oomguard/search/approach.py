@@ -39,6 +39,10 @@ NEAR, CLOSE = 0.8, 0.05
 """The border is near from this share of what the budget leaves over the runtime on; a peak is known well if its margin
 is this share of its growth."""
 
+SHARES = {"cpu": (1 / 2,), "cuda": (1 / 2, 7 / 8)}
+"""Parts of its sequences that a candidate is run with before it is run whole, if it is not known well. (What a card's
+allocator reserves goes in leaps: half of the sequences led to 5 % too little.)"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
@@ -80,20 +84,22 @@ def confirm(known: Known, view: Screened, row: int) -> Probe | None:
 
 
 def halfway(known: Known, view: Screened, row: int) -> Probe | None:
-    """The candidate with half as long sequences, on the way to the border; None if that is far, or known well."""
+    """The candidate with half as long sequences, on a card then with nearly as long ones, on the way to the border;
+    None if that is far, or known well."""
     problem, expected = known.problem, view.prediction[row]
     runtime_bytes = int(np.max(view.estimate.terms["runtime"]))
     growth_bytes = expected.peak_bytes - runtime_bytes
     near = problem.place.cuda or expected.safe_bytes - runtime_bytes > NEAR * (problem.budget_bytes - runtime_bytes)
     passes = -(-view.spec.batch // view.candidates[row].microbatch)
-    if (
-        not near
-        or expected.margin_bytes <= CLOSE * growth_bytes
-        or 2 * view.longest[row] >= view.spec.steps
-        or float(view.expected[row]) / passes / 2 > known.confirm_seconds / 4
-    ):
+    if not near or expected.margin_bytes <= CLOSE * growth_bytes:
         return None
-    return short(known, view, row, "calibrate", steps=view.spec.steps // 2)
+    for share in SHARES["cuda" if problem.place.cuda else "cpu"]:
+        late = share * float(view.expected[row]) / passes > known.confirm_seconds / 4
+        if not late and view.longest[row] < int(share * view.spec.steps):
+            probe = short(known.alone, view, row, "calibrate", steps=int(share * view.spec.steps))
+            if probe is not None:  # nothing longer is run while others run that
+                return None if known.awaits(probe) else probe
+    return None
 
 
 def small(known: Known, view: Screened, row: int) -> Probe | None:

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from plan.searched import CARD
 from search.machine import Machine
 
 from oomguard.calibrate import Calibration, same_model
@@ -59,6 +60,41 @@ def test_the_margin_shrinks_with_records_and_grows_with_the_distance_from_them()
             share[name, spec.steps] = found.margin_bytes / estimate.growth_bytes
     assert share["some", 800] < 0.6 * share["none", 800]
     assert share["some", 800] < share["some", 200_000] <= 1.05 * share["none", 200_000]
+
+
+def on_card_of(ratio: float, spec: Spec, **knobs: Any) -> Record:
+    return Machine(ratio=ratio, place=CARD).run(spec, make_candidate(spec, allocator="plain", **knobs), 1 << 40)
+
+
+@pytest.mark.parametrize("ratio", [0.85, 1.6])
+def test_on_a_card_two_segments_tell_what_five_of_their_length_reserve(ratio: float) -> None:
+    """What the allocator reserves for a byte differs from model to model, most of all between pieces and chunks."""
+    short, whole = (Spec(cell="rnn", seq=steps, hidden=256, batch=64) for steps in (2400, 6000))
+    others = [on_card_of(1.0, Spec(cell="rnn", seq=1500, hidden=256, batch=64), segments=4, recompute=False)]
+    records = [*others, on_card_of(ratio, short, segments=2)]
+    candidate = make_candidate(whole, segments=5, allocator="plain")
+    found = Calibration(whole, records, CARD).predict(estimate_step(whole, candidate, CARD))
+    true = Machine(ratio=ratio, place=CARD).peak_bytes(whole, candidate)
+    assert found.peak_bytes == pytest.approx(true, rel=0.03)
+    assert true <= found.safe_bytes
+
+
+def test_on_a_card_the_longer_of_two_records_tells_more() -> None:
+    whole = Spec(cell="gru", seq=4000, hidden=512)
+    records = [
+        on_card_of(ratio, msgspec.structs.replace(whole, seq=steps)) for steps, ratio in ((2000, 1.3), (3500, 1.1))
+    ]
+    candidate = make_candidate(whole, allocator="plain")
+    found = Calibration(whole, records, CARD).predict(estimate_step(whole, candidate, CARD))
+    assert found.peak_bytes == pytest.approx(Machine(ratio=1.1, place=CARD).peak_bytes(whole, candidate), rel=0.05)
+
+
+def test_on_a_card_another_model_corrects_hardly_and_does_not_widen_the_margin() -> None:
+    spec, other = (Spec(cell="gru", seq=4000, hidden=hidden) for hidden in (512, 256))
+    estimate = estimate_step(spec, make_candidate(spec, allocator="plain"), CARD)
+    none, others = (Calibration(spec, some, CARD).predict(estimate) for some in ([], [on_card_of(1.6, other)]))
+    assert none.peak_bytes <= others.peak_bytes < 1.15 * none.peak_bytes
+    assert others.margin_bytes <= 1.15 * none.margin_bytes
 
 
 def test_records_of_another_engine_do_not_correct() -> None:

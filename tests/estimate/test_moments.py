@@ -124,6 +124,24 @@ def test_segments_never_hold_the_logits_of_the_whole_sequence() -> None:
     assert peak(vocab=5000, seq=1000, knobs={"segments": 10}).terms["logits"] <= whole.terms["logits"] // 10
 
 
+def test_on_a_card_each_chunk_keeps_the_weights_that_were_cast_for_it() -> None:
+    more = {}
+    for precision in ("fp32", "bf16"):
+        fewer, chunks = (
+            peak(
+                A100,
+                cell="lstm",
+                hidden=512,
+                seq=6400,
+                knobs={"segments": n, "recompute": False, "precision": precision},
+            )
+            for n in (32, 64)
+        )
+        more[precision] = chunks.terms["activations"] - fewer.terms["activations"]
+    weights = 4 * 512 * (64 + 3 * 512) + 2 * 2 * 4 * 512
+    assert more["bf16"] - more["fp32"] / 2 == pytest.approx(32 * 2 * weights, rel=1e-3)
+
+
 def test_chunks_without_recomputation_save_workspace_only() -> None:
     plain = peak(A100, cell="gru", hidden=128, seq=8000)
     chunks = peak(A100, cell="gru", hidden=128, seq=8000, knobs={"segments": 8, "recompute": False})

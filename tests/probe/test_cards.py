@@ -11,7 +11,9 @@ import torch
 from device.cards import two_cards
 from probe.probing import is_running, meanwhile, one_thread
 
+from oomguard.asked import find_place
 from oomguard.device import open_device
+from oomguard.estimate.breakdown import estimate_step
 from oomguard.probe.runner import Runner
 from oomguard.probe.sample import random_microbatch
 from oomguard.probe.verdict import Verdict
@@ -72,6 +74,17 @@ def test_pieces_need_less(runner: Runner, knobs: dict[str, Any]) -> None:
     assert pieces.allocated_bytes is not None
     assert whole.allocated_bytes is not None
     assert pieces.allocated_bytes < whole.allocated_bytes / 2
+
+
+def test_each_chunk_keeps_the_weights_that_were_cast_for_it_as_the_estimate_says(runner: Runner) -> None:
+    """64 copies of 10 MiB in half precision, none in fp32."""
+    spec = Spec(cell="gru", seq=1280, features=64, hidden=512, layers=4, batch=8)
+    place = find_place("cuda")
+    for precision in ("fp32", "bf16" if "bf16" in open_device("cuda").precisions() else "fp16"):
+        candidate = one_thread(spec, segments=64, recompute=False, precision=precision)
+        record, estimate = runner.probe(spec, candidate), estimate_step(spec, candidate, place)
+        assert record.verdict is Verdict.FITS
+        assert record.allocated_bytes == pytest.approx(estimate.allocated_bytes, rel=0.1)
 
 
 def test_inputs_kept_in_host_memory_take_none_of_the_card(runner: Runner) -> None:

@@ -137,9 +137,22 @@ def test_nothing_is_run_whole_while_others_run_half_of_it() -> None:
         other = propose(Known(problem=problem, records=records, pending=[probe]))
         if probe.role == "calibrate" and 2 * probe.spec.steps == problem.spec.steps:
             halves += 1
-            assert other is None or other.spec != problem.spec or other.candidate != probe.candidate
+            longer = other is not None and other.spec.steps > probe.spec.steps
+            assert other is None or not longer or other.candidate != probe.candidate
         records.append(machine.probe(probe, problem.budget_bytes))
     assert halves
+
+
+@pytest.mark.parametrize("ratio", [1.0, 1.4])
+def test_on_a_card_a_candidate_is_run_nearly_whole_before_it_is_run_whole(ratio: float) -> None:
+    problem, machine = on_the_card(Spec(cell="lstm", seq=4000), 3 * GIB), Machine(place=CARD, ratio=ratio)
+    records = solve(machine, problem)
+    view = screen(problem, records)
+    row = choose(view)
+    assert row is not None
+    own = [one.spec.steps for one in records if one.candidate.microbatch == view.candidates[row].microbatch]
+    first = own.index(problem.spec.steps)
+    assert max(own[:first]) >= 0.75 * problem.spec.steps
 
 
 def test_what_others_are_running_is_not_proposed_again() -> None:
