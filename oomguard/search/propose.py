@@ -17,7 +17,7 @@ from oomguard.probe.record import Record
 from oomguard.search.approach import PROBE_SECONDS, Known, again, confirm, halfway, kind_at, of_kinds, short, small
 from oomguard.search.problem import Probe, Problem
 from oomguard.search.screen import SETTING, Screened, may_repeat_bytes, rows_like, screen
-from oomguard.search.space import lossy
+from oomguard.search.space import lossy, microbatches
 from oomguard.spec import MAX_SEQ
 
 WORTH = 0.02
@@ -140,7 +140,7 @@ def _promising(known: Known, view: Screened) -> list[int]:
     # what only the margin of an unmeasured kind keeps out may be timed too: its margin shrinks by that
     new = ~of_kinds(view, measured) & (view.prediction.peak_bytes + _floor(known) <= known.problem.budget_bytes)
     pool = view.eligible | (new & ~lossy(view.candidates)) | _within_reach(known, view)
-    pool = pool & view.estimate.runs & view.timeable
+    pool = pool & view.estimate.runs & view.timeable & _apart(view)
     timed = np.where(view.eligible, view.seconds, np.nan)
     if np.isnan(timed).all():
         first = np.where(view.eligible & view.timeable, expected, np.inf)
@@ -152,6 +152,13 @@ def _promising(known: Known, view: Screened) -> list[int]:
     hope = np.where(pool & np.isnan(view.seconds) & np.isfinite(away), hope, np.inf)
     rows = np.argsort(hope, kind="stable")[:3]
     return [int(row) for row in rows if hope[row] < np.nanmin(timed) * (1 - WORTH)]
+
+
+def _apart(view: Screened) -> Any:
+    """Microbatches that are worth timing: where every one of them counts (to find the largest), one more row does not
+    make a difference in speed."""
+    sizes = np.broadcast_to(view.candidates.microbatch, len(view.fits))
+    return np.isin(sizes, microbatches(view.spec.batch)) if len({*sizes.tolist()}) > 1 else np.ones(len(sizes), bool)
 
 
 def in_vain(records: Sequence[Record]) -> int:
