@@ -23,14 +23,14 @@ def collate(spec: Spec, pairs: Iterable[Pair], lengths: Ints) -> Microbatch:
     [[1.0, 1.0], [1.0, 1.0], [1.0, 0.0]]
     """
     rows, steps = len(lengths), int(lengths.max())
-    inputs, targets = _empty(spec, rows, steps)
+    padded = bool((lengths != steps).any())
+    inputs, targets = _empty(spec, rows, steps, fill=padded)
     for row, (one, wanted) in enumerate(pairs):
         inputs[row, : len(one)] = one
         if spec.head == "per-step":
             targets[row, : len(wanted)] = wanted
         else:
             targets[row] = wanted
-    padded = bool((lengths != steps).any())
     kept = torch.from_numpy(np.array(lengths, dtype=np.int64)) if padded or spec.packs else None
     first = spec.batch_first
     by_step = spec.head == "per-step" and not first
@@ -41,19 +41,24 @@ def collate(spec: Spec, pairs: Iterable[Pair], lengths: Ints) -> Microbatch:
     )
 
 
-def _empty(spec: Spec, rows: int, steps: int) -> Pair:
-    """Padding alone, sequences first; what lies in memory is as the spec has it, time first or not."""
+def _empty(spec: Spec, rows: int, steps: int, *, fill: bool) -> Pair:
+    """Padding alone (not written if all will be), sequences first; in memory as the spec has it, time first or not."""
     wide = () if spec.vocab is not None else (spec.inputs,)
     classes = spec.loss == "cross-entropy"
     out = () if classes else (spec.classes,)
-    inputs = _laid_out(spec, (rows, steps, *wide), np.int64 if spec.vocab is not None else np.float32, 0)
+    inputs = _laid_out(spec, (rows, steps, *wide), np.int64 if spec.vocab is not None else np.float32)
+    kind = np.int64 if classes else np.float32
     if spec.head == "last-step":
-        return inputs, np.zeros((rows, *out), dtype=np.int64 if classes else np.float32)
-    kind, fill = (np.int64, IGNORED) if classes else (np.float32, 0)
-    return inputs, _laid_out(spec, (rows, steps, *out), kind, fill)
+        targets = np.zeros((rows, *out), dtype=kind)
+    else:
+        targets = _laid_out(spec, (rows, steps, *out), kind)
+    if fill:
+        inputs.fill(0)
+        targets.fill(IGNORED if classes else 0)
+    return inputs, targets
 
 
-def _laid_out(spec: Spec, shape: tuple[int, ...], dtype: type[np.generic], fill: int) -> np.ndarray:
+def _laid_out(spec: Spec, shape: tuple[int, ...], dtype: type[np.generic]) -> np.ndarray:
     if spec.batch_first:
-        return np.full(shape, fill, dtype=dtype)
-    return np.full((shape[1], shape[0], *shape[2:]), fill, dtype=dtype).swapaxes(0, 1)
+        return np.empty(shape, dtype=dtype)
+    return np.empty((shape[1], shape[0], *shape[2:]), dtype=dtype).swapaxes(0, 1)

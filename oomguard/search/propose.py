@@ -75,10 +75,18 @@ def _second(known: Known, view: Screened, confirmed: Any) -> Probe | None:
     """If what was confirmed is far slower than another kind of candidate should be, that is confirmed too, once."""
     best = int(np.argmin(np.where(confirmed, view.seconds, np.inf)))
     alike = rows_like(view.candidates, view.candidates[best], [*SETTING, "threads", "microbatch", "recompute"])
+    keeps = _keeps_all(view)
+    alike |= keeps & keeps[best]  # if short sequences did not tell its time, they do not tell that of others either
     others = np.where(view.eligible & ~alike, view.expected, np.inf)
     row = int(np.argmin(others))
     slow = others[row] < (1 - MUCH) * view.seconds[best]
     return confirm(known, view, row) if slow and known.explore and confirmed.sum() == 1 else None
+
+
+def _keeps_all(view: Screened) -> Any:
+    """What keeps all that it computed, so that its memory grows with the sequence: it may be new to every cache."""
+    whole = np.broadcast_to(np.equal(view.candidates.segments, 1), len(view.fits))
+    return whole | ~np.broadcast_to(np.asarray(view.candidates.recompute, dtype=bool), len(view.fits))
 
 
 def _into_the_margin(known: Known, view: Screened) -> Probe | None:

@@ -186,6 +186,27 @@ def test_the_first_probe_is_of_what_arithmetic_takes_for_the_best_and_is_short()
     assert first.spec.steps < 1000
 
 
+class Forgetful(Machine):
+    """Where whole sequences that keep all they computed take three times as long as short ones promise."""
+
+    def pass_seconds(self, spec: Spec, candidate: Candidate) -> float:
+        keeps = candidate.segments == 1 or not candidate.recompute
+        return super().pass_seconds(spec, candidate) * (3 if keeps and spec.steps > LSTM.steps // 2 else 1)
+
+
+def test_after_what_keeps_all_was_slower_than_it_promised_what_recomputes_is_tried() -> None:
+    problem, machine = make_problem(LSTM, 20 * GIB), Forgetful()
+    records = solve(machine, problem)
+    view = screen(problem, records)
+    row = choose(view)
+    assert row is not None
+    whole = [one.candidate for one in records if one.spec == LSTM]
+    assert not whole[0].recompute or whole[0].segments == 1
+    assert view.candidates[row].recompute
+    assert view.candidates[row].segments > 1
+    assert view.candidates[row] in whole
+
+
 def test_without_time_to_look_further_the_best_known_is_confirmed() -> None:
     problem, machine = make_problem(LSTM, 700 * MIB), Machine()
     first = propose(Known(problem=problem, records=[]))
