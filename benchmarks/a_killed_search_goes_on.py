@@ -5,9 +5,9 @@ a process nor a trial running, and ends in the plan of a search that was never k
 
 About 4 minutes. A search for the largest microbatch, with a ledger, is killed at a moment drawn from the time that an
 undisturbed one takes, and started again, until it is done; then the next directory, until there were so many kills.
-Started once more, it must add no record and tell the same plan. Whether the plan is also that of the undisturbed search
-is not judged in a smoke run: that one measured for itself, and a peak that differs by some pages can move the largest
-microbatch by one (178 and 177 were seen).
+Started once more, it must add no record and tell the same plan. The undisturbed search measures for itself, and peaks
+differ by some 50 pages from run to run: so the sequences are long, and one of them more or less is 4,000 pages. (Where
+it was 400, one search in four found 177 and the other 178.)
 """
 
 import argparse
@@ -30,8 +30,8 @@ from oomguard import Ledger, Plan, find_feasible_config, load_plan, save_plan
 from oomguard.probe.ledger import RECORDS
 from oomguard.units import MIB
 
-SPEC: dict[str, Any] = {"cell": "lstm", "seq": 200, "features": 16, "hidden": 128, "layers": 1, "batch": 2048}
-ASKED: dict[str, Any] = {"budget": 600 * MIB, "maximize": "microbatch", "threads": 1, "allocator": "steady"}
+SPEC: dict[str, Any] = {"cell": "lstm", "seq": 1000, "features": 16, "hidden": 256, "layers": 1, "batch": 256}
+ASKED: dict[str, Any] = {"budget": 900 * MIB, "maximize": "microbatch", "threads": 1, "allocator": "steady"}
 ASKED |= {"segments": 1, "engine": "onednn"}
 KILLS = 10
 GONE_SECONDS = 10.0
@@ -117,12 +117,12 @@ def main() -> None:
         return
     root = Path(tempfile.mkdtemp(prefix="oomguard-killed-"))
     try:
-        run(root, 1 if given.smoke else given.kills, given.seed, smoke=given.smoke)
+        run(root, 1 if given.smoke else given.kills, given.seed)
     finally:
         shutil.rmtree(root)
 
 
-def run(root: Path, most_kills: int, seed: int, *, smoke: bool) -> None:
+def run(root: Path, most_kills: int, seed: int) -> None:
     dice, rows = random.Random(seed), list[dict[str, Any]]()
     began = time.monotonic()
     killed, _ = kill_after(root / "undisturbed", 600)
@@ -150,9 +150,8 @@ def run(root: Path, most_kills: int, seed: int, *, smoke: bool) -> None:
         "no trial is left RUNNING": not any(row["running"] for row in rows),
         "no process is left": not any(row["left"] for row in rows),
         "started once more, it adds no record and tells the same plan": all(row["settled"] for row in rows),
+        "the plan is that of the undisturbed search": all(row["same"] for row in rows),
     }
-    if not smoke:
-        claims["the plan is that of the undisturbed search"] = all(row["same"] for row in rows)
     result = {"kills": kills, "spec": SPEC, "asked": ASKED, "usual_seconds": usual_seconds, "rows": rows}
     whole = most_kills >= KILLS
     publish("a_killed_search_goes_on", json.loads(json.dumps(result)), claims, whole=whole, packages=("optuna",))
