@@ -156,7 +156,7 @@ def run_case(case: dict[str, Any], path: Path, rounds: int, steps: int) -> dict[
     """Each trainer by turns with the loop by hand: steps per second, and their ratio."""
     shape = (case["batch"] * 8, case["seq"], case["features"] + 1)
     np.save(path, np.random.default_rng(0).normal(size=shape).astype(np.float32))
-    plan = oomguard.find_feasible_config(**case, threads=1, segments=1, allow="none", max_probes=1)
+    plan = oomguard.find_feasible_config(**case, threads=1, segments=1, allocator="steady", allow="none", max_probes=1)
     trainers: dict[str, Callable[[Turns], None]] = {"train": lambda turns: by_train(plan, path, steps, turns)}
     trainers |= {"lightning": lambda turns: by_lightning(case, path, steps, turns)} if packages() else {}
     pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in trainers}
