@@ -23,14 +23,15 @@ def collate(spec: Spec, pairs: Iterable[Pair], lengths: Ints) -> Microbatch:
     [[1.0, 1.0], [1.0, 1.0], [1.0, 0.0]]
     """
     rows, steps = len(lengths), int(lengths.max())
-    padded = bool((lengths != steps).any())
-    inputs, targets = _empty(spec, rows, steps, fill=padded)
+    inputs, targets = _empty(spec, rows, steps)
+    padding = IGNORED if spec.loss == "cross-entropy" else 0
     for row, (one, wanted) in enumerate(pairs):
-        inputs[row, : len(one)] = one
+        inputs[row, : len(one)], inputs[row, len(one) :] = one, 0
         if spec.head == "per-step":
-            targets[row, : len(wanted)] = wanted
+            targets[row, : len(wanted)], targets[row, len(wanted) :] = wanted, padding
         else:
             targets[row] = wanted
+    padded = bool((lengths != steps).any())
     kept = torch.from_numpy(np.array(lengths, dtype=np.int64)) if padded or spec.packs else None
     first = spec.batch_first
     by_step = spec.head == "per-step" and not first
@@ -41,21 +42,16 @@ def collate(spec: Spec, pairs: Iterable[Pair], lengths: Ints) -> Microbatch:
     )
 
 
-def _empty(spec: Spec, rows: int, steps: int, *, fill: bool) -> Pair:
-    """Padding alone (not written if all will be), sequences first; in memory as the spec has it, time first or not."""
+def _empty(spec: Spec, rows: int, steps: int) -> Pair:
+    """Room for them, sequences first; what lies in memory is as the spec has it, time first or not."""
     wide = () if spec.vocab is not None else (spec.inputs,)
     classes = spec.loss == "cross-entropy"
     out = () if classes else (spec.classes,)
     inputs = _laid_out(spec, (rows, steps, *wide), np.int64 if spec.vocab is not None else np.float32)
     kind = np.int64 if classes else np.float32
     if spec.head == "last-step":
-        targets = np.zeros((rows, *out), dtype=kind)
-    else:
-        targets = _laid_out(spec, (rows, steps, *out), kind)
-    if fill:
-        inputs.fill(0)
-        targets.fill(IGNORED if classes else 0)
-    return inputs, targets
+        return inputs, np.empty((rows, *out), dtype=kind)
+    return inputs, _laid_out(spec, (rows, steps, *out), kind)
 
 
 def _laid_out(spec: Spec, shape: tuple[int, ...], dtype: type[np.generic]) -> np.ndarray:

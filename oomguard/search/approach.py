@@ -38,7 +38,6 @@ SAFE_SHARE = 4
 NEAR, CLOSE = 0.8, 0.05
 """The border is near from this share of what the budget leaves over the runtime on; a peak is known well if its margin
 is this share of its growth."""
-
 SHARES = {"cpu": (1 / 2,), "cuda": (1 / 2, 7 / 8)}
 """Parts of its sequences that a candidate is run with before it is run whole, if it is not known well. (What a card's
 allocator reserves goes in leaps: half of the sequences led to 5 % too little.)"""

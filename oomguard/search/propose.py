@@ -166,7 +166,7 @@ def _apart(view: Screened) -> Any:
     """Microbatches that are worth timing: where every one of them counts (to find the largest), one more row does not
     make a difference in speed."""
     sizes = np.broadcast_to(view.candidates.microbatch, len(view.fits))
-    return np.isin(sizes, microbatches(view.spec.batch)) if len({*sizes.tolist()}) > 1 else np.ones(len(sizes), bool)
+    return np.isin(sizes, microbatches(view.spec.batch)) | (sizes.min() == sizes.max())  # or it is a fixed one
 
 
 def in_vain(records: Sequence[Record]) -> int:
