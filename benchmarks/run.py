@@ -26,7 +26,7 @@ SMALLER: dict[str, tuple[str, ...]] = {
     "cost_grows_gently": ("--longest", "100000"),
     "data_stay_on_disk": ("1",),
     "estimates_track_peaks": ("--calibrated", "5"),
-    "it_learns": ("40",),
+    "it_learns": ("30",),
     "long_sequences_fit": ("--budgets", "256MiB"),
     "plans_are_fast": ("--cases", "1", "--every", "24"),
     "plans_do_not_run_out": ("3",),
@@ -34,7 +34,7 @@ SMALLER: dict[str, tuple[str, ...]] = {
     "recovers_without_loss": ("5",),
     "search_needs_few_probes": ("1",),
     "segments_cost_little": ("1", "--cases", "3"),
-    "training_costs_nothing": ("1",),
+    "training_costs_nothing": ("2",),
 }
 """Arguments of a run that takes two or three minutes, where the default takes more."""
 WHOLE: dict[str, tuple[str, ...]] = {
