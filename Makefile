@@ -1,23 +1,26 @@
 # Two commands are all there is to know: `make demo` and `make test`. Both need Python 3.11 or newer and nothing else.
-# All paths are relative and programs run as modules, so that the repository may lie in a folder with a space in its name.
+# Both write only into this folder. Paths are relative and programs run as modules, so that the folder may have a space
+# in its name.
 
 PYTHON ?= python3.11
 PY := .venv/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet -c constraints.txt
-DEMO := estimate --model lstm --seq 10000
+# pip keeps no copies outside this folder. `make PIP_NO_CACHE_DIR=0 ...` lets it use its cache.
+export PIP_NO_CACHE_DIR ?= 1
+# mkdocs-material advertises its successor on every build.
+export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: demo test lint format notebooks bench bench-smoke clean
+.PHONY: demo test lint format docs docs-serve notebooks pictures hooks bench bench-smoke clean
 
-# Exit code 1 is an answer too: it does not fit.
 demo: .venv/demo.stamp
-	@echo 'oomguard $(DEMO)'
-	@$(PY) -m oomguard $(DEMO) || [ $$? -eq 1 ]
+	@$(PY) examples/demo.py build/demo
 
-# The benchmarks as small as can be, then the tests: in two processes, each with whole files of tests, so that fixtures
-# that start a browser or a child are made once.
+# Two test processes, each with whole files of tests, so that fixtures that start a browser or a child are made once.
+# The tests build the documentation and run its code. Temporary files are removed.
 test: lint
-	$(PY) benchmarks/run.py --smoke
-	$(PY) -m pytest --numprocesses 2 --dist loadfile
+	@mkdir -p build/cache; TMPDIR=$$(mktemp -d); XDG_CACHE_HOME="$(CURDIR)/build/cache"; export TMPDIR XDG_CACHE_HOME; \
+		trap 'rm -rf "$$TMPDIR"' EXIT; trap 'exit 130' INT TERM; \
+		$(PY) -m pytest --numprocesses 2 --dist loadfile
 
 lint: .venv/dev.stamp
 	$(PY) -m ruff check .
@@ -28,15 +31,30 @@ format: .venv/dev.stamp
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
+docs: .venv/dev.stamp
+	$(PY) -m mkdocs build --strict --quiet
+	@echo 'The site is in build/site: open build/site/index.html'
+
+docs-serve: .venv/dev.stamp
+	$(PY) -m mkdocs serve
+
 # Executes the notebooks and stores them with their outputs. (`make test` executes them too, and stores nothing.)
 notebooks: .venv/dev.stamp
 	$(PY) notebooks/run.py
+
+# Makes the screens, the picture and the comparison of README.md and docs/ again.
+pictures: .venv/dev.stamp
+	$(PY) docs/make_pictures.py
+
+# Runs ruff and mypy before every commit.
+hooks: .venv/dev.stamp
+	$(PY) -m pre_commit install
 
 # Smaller than the claims are stated, half an hour in all; `benchmarks/run.py --whole` takes hours.
 bench: .venv/bench.stamp
 	$(PY) benchmarks/run.py
 
-# All of them as small as can be, to see that they work.
+# Every benchmark as small as possible, to see that it works.
 bench-smoke: .venv/dev.stamp
 	$(PY) benchmarks/run.py --smoke
 

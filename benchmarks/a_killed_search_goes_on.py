@@ -27,8 +27,8 @@ import psutil
 from results import print_row, publish
 
 from oomguard import Ledger, Plan, find_feasible_config, load_plan, save_plan
-from oomguard.probe.ledger import RECORDS
-from oomguard.units import MIB
+from oomguard._core.units import MIB
+from oomguard._probe.record import RECORDS
 
 SPEC: dict[str, Any] = {"cell": "lstm", "seq": 1000, "features": 16, "hidden": 256, "layers": 1, "batch": 256}
 ASKED: dict[str, Any] = {"budget": 900 * MIB, "maximize": "microbatch", "threads": 1, "allocator": "steady"}

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 from results import publish
 
-from oomguard.candidate import make_candidate
-from oomguard.probe.runner import Runner
-from oomguard.spec import Spec
-from oomguard.units import GIB, MIB, format_bytes, format_seconds
+from oomguard._core.units import GIB, MIB, format_bytes, format_seconds
+from oomguard._probe.runner import Runner
+from oomguard._spec.candidate import make_candidate
+from oomguard._spec.spec import Spec
 
 SPEC = Spec(cell="lstm", seq=1_000_000, features=4, hidden=32, layers=1, batch=1)
 WAYS: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ import numpy as np
 from results import publish
 
 import oomguard
-from oomguard.candidate import Candidates
+from oomguard._spec.candidate import Candidates
 
 COUNT, SINGLE, ROUNDS = 1_000_000, 1_000, 5
 SPEC = oomguard.Spec(cell="lstm", seq=10_000)

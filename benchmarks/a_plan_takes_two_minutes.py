@@ -18,8 +18,8 @@ from typing import Any
 from results import print_row, publish
 
 from oomguard import Plan, Runner, load_plan
-from oomguard.candidate import make_candidate
-from oomguard.units import MIB, format_bytes, format_seconds, parse_bytes
+from oomguard._core.units import MIB, format_bytes, format_seconds, parse_bytes
+from oomguard._spec.candidate import make_candidate
 
 SEQ, BUDGET = 10_000, "700MiB"
 SMOKE_SEQ, SMOKE_BUDGET, SMOKE_FLAGS = 200, "420MiB", ("--max-probes", "3", "--threads", "1")

@@ -23,20 +23,19 @@ import numpy as np
 from peak import measure
 from results import print_row, publish
 
-from oomguard.candidate import Candidate, make_candidate
-from oomguard.estimate import terms
-from oomguard.estimate.breakdown import estimate_step
-from oomguard.estimate.place import CPU
-from oomguard.presets import make_spec
-from oomguard.probe.record import Record
-from oomguard.probe.verdict import Verdict
-from oomguard.search.approach import Known
-from oomguard.search.problem import Probe, Problem
-from oomguard.search.propose import propose
-from oomguard.search.screen import screen
-from oomguard.search.space import Space, grid
-from oomguard.spec import Spec
-from oomguard.units import GIB, format_bytes, format_seconds
+from oomguard._core.units import GIB, format_bytes, format_seconds
+from oomguard._estimate import terms
+from oomguard._estimate.breakdown import estimate_step
+from oomguard._estimate.target import CPU
+from oomguard._probe.record import Record
+from oomguard._probe.verdict import Verdict
+from oomguard._search.approach import Probe, State
+from oomguard._search.propose import propose
+from oomguard._search.screen import screen
+from oomguard._search.space import Problem, Space, grid
+from oomguard._spec.candidate import Candidate, make_candidate
+from oomguard._spec.read import make_spec
+from oomguard._spec.spec import Spec
 
 STEP: dict[str, Any] = {"cell": "lstm", "features": 1, "hidden": 64, "layers": 1, "batch": 8}
 LENGTHS = (10_000, 31_623, 100_000, 316_228, 1_000_000)
@@ -113,7 +112,7 @@ def problem_of(settings: int) -> Problem:
     """A space of so many settings: more cores than anyone has, so that there are enough."""
     knobs = {"engine": "onednn", "precision": "fp32", "allocator": "steady"}
     space = Space(settings=tuple(knobs | {"threads": count + 1} for count in range(settings)))
-    return Problem(spec=SEARCH, place=CPU, space=space, budget_bytes=BUDGET_BYTES)
+    return Problem(spec=SEARCH, target=CPU, space=space, budget_bytes=BUDGET_BYTES)
 
 
 def answer(probe: Probe) -> Record:
@@ -134,7 +133,7 @@ def answer(probe: Probe) -> Record:
 def some_records() -> list[Record]:
     """The first probes of a search, answered by formulas."""
     problem, records = problem_of(2), list[Record]()
-    while len(records) < RECORDS and (probe := propose(Known(problem=problem, records=records))) is not None:
+    while len(records) < RECORDS and (probe := propose(State(problem=problem, records=records))) is not None:
         records.append(answer(probe))
     assert records, "The search proposes nothing."
     return records
@@ -149,7 +148,7 @@ def search_lines(settings: tuple[int, ...]) -> list[Line]:
         timed(
             "next probe, by candidates",
             problems,
-            lambda size: propose(Known(problem=problems[size], records=records)),
+            lambda size: propose(State(problem=problems[size], records=records)),
         ),
     ]
 

@@ -21,8 +21,8 @@ from peak import status_bytes
 from results import print_row, publish
 
 import oomguard
-from oomguard.estimate.malloc import ENVIRONMENT
-from oomguard.units import GIB, MIB, format_bytes
+from oomguard._core.units import GIB, MIB, format_bytes
+from oomguard._estimate.malloc import ENVIRONMENT
 
 SPEC: dict[str, Any] = {"cell": "gru", "seq": 1000, "features": 31, "hidden": 32, "layers": 1, "batch": 16}
 ROW_BYTES = SPEC["seq"] * (SPEC["features"] + 1) * 4

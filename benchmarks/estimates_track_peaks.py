@@ -30,14 +30,14 @@ from results import print_row, publish
 from rivals import accelerate_bytes, predict
 
 from oomguard import Runner
-from oomguard.calibrate import Calibration
-from oomguard.candidate import make_candidate
-from oomguard.device.cpu import cpu_name
-from oomguard.estimate.breakdown import estimate_step
-from oomguard.estimate.place import CPU
-from oomguard.presets import make_spec
-from oomguard.search.shorten import shorten
-from oomguard.units import GIB, MIB
+from oomguard._core.units import GIB, MIB
+from oomguard._device.cpu import cpu_name
+from oomguard._estimate.breakdown import estimate_step
+from oomguard._estimate.target import CPU
+from oomguard._predict.calibration import Calibration
+from oomguard._search.lengths import shorten
+from oomguard._spec.candidate import make_candidate
+from oomguard._spec.read import make_spec
 
 ROWS = Path(__file__).parent / "results" / "cpu_peaks.csv"
 COLUMNS = (
@@ -139,7 +139,7 @@ def calibrated_row(row: dict[str, Any], runner: Runner) -> dict[str, Any]:
     spec = make_spec(json.loads(row["spec"]))
     candidate = make_candidate(spec, **json.loads(row["candidate"]), threads=1, allocator="steady")
     small = [runner.probe(*shorten(spec, candidate, max(1, spec.steps // part))) for part in PARTS]
-    expected = Calibration(spec, small, CPU).predict(estimate_step(spec, candidate))
+    expected = Calibration(spec, small, CPU).predict(estimate_step(spec, candidate))[0]
     measured = runner.probe(spec, candidate)
     for record in (*small, measured):
         assert record.verdict.ran, record.message

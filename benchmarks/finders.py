@@ -25,9 +25,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from oomguard.estimate.malloc import ENVIRONMENT
-from oomguard.presets import make_spec
-from oomguard.spec import Spec
+from oomguard._estimate.malloc import ENVIRONMENT
+from oomguard._spec.read import make_spec
+from oomguard._spec.spec import Spec
 
 STEPS = 3
 """Of a trial: Lightning's default."""
@@ -83,7 +83,7 @@ class Trials:
 
     def count(self, rows: int, run: Callable[[], None], *, translate: bool) -> None:
         """One trial of a tool."""
-        from oomguard.probe.verdict import Verdict, judge
+        from oomguard._probe.verdict import Verdict, judge
 
         self.sizes.append(rows)
         try:
@@ -122,10 +122,10 @@ def steps_of(spec: Spec, rows: int) -> None:
     """What a user's training function does: a new model, a few optimizer steps."""
     import torch
 
-    from oomguard.candidate import Candidate
-    from oomguard.model import build
-    from oomguard.probe.sample import random_microbatch
-    from oomguard.step import make_optimizer
+    from oomguard._probe.sample import random_microbatch
+    from oomguard._rnn.model import build
+    from oomguard._spec.candidate import Candidate
+    from oomguard._step import make_optimizer
 
     model, dice = build(spec), torch.Generator().manual_seed(0)
     optimizer = make_optimizer(model, Candidate(microbatch=1))
@@ -200,10 +200,10 @@ def with_lightning(trials: Trials, asked: dict[str, Any], ready: Callable[[], No
     from pytorch_lightning.tuner.tuning import Tuner
     from torch.utils.data import DataLoader, IterableDataset
 
-    from oomguard.candidate import Candidate
-    from oomguard.model import build
-    from oomguard.probe.sample import random_microbatch
-    from oomguard.step import make_optimizer
+    from oomguard._probe.sample import random_microbatch
+    from oomguard._rnn.model import build
+    from oomguard._spec.candidate import Candidate
+    from oomguard._step import make_optimizer
 
     class Random(IterableDataset[Any]):
         """Whole microbatches, each made when its turn comes."""
@@ -266,9 +266,9 @@ def main() -> None:
         return
     import torch
 
-    from oomguard.device.cpu import Cpu
-    from oomguard.device.proc import read_status
-    from oomguard.probe.sample import tiny_spec
+    from oomguard._device.cpu import Cpu
+    from oomguard._device.proc import read_status
+    from oomguard._probe.sample import tiny_spec
 
     torch.set_num_threads(1)
     trials, error, found = Trials(spec), None, None

@@ -21,11 +21,11 @@ import torch
 from results import print_row, publish
 
 import oomguard
-from oomguard.data.open import open_data
-from oomguard.data.options import DataOptions
-from oomguard.data.order import Bucket, Order
-from oomguard.model import build
-from oomguard.spec import Spec
+from oomguard._data.open import open_data
+from oomguard._data.options import DataOptions
+from oomguard._data.order import Order
+from oomguard._rnn.model import build
+from oomguard._spec.spec import Spec
 
 TEXT = Path(__file__).parent / "data" / "tides.txt"
 STEPS, AGREE, FIRST = 600, 0.05, 50
@@ -90,9 +90,9 @@ def summed(model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) 
 
 def batches(spec: Spec, lengths: Any, steps: int) -> Iterator[Any]:
     """The batches as `train` draws them."""
-    order = Order(lengths=lengths, buckets=(Bucket(longest=spec.steps, microbatch=1),), batch=spec.batch)
+    order = Order(lengths=lengths, buckets={spec.steps: 1}, batch=spec.batch)
     for number in range(steps):
-        yield order.epoch(number // len(order)).sequences(number % len(order))
+        yield next(order.batches(number // len(order), number % len(order)))[1]
 
 
 def by_train(plan: oomguard.Plan, data: Any, options: dict[str, Any], steps: int) -> list[float]:

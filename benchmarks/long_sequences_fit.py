@@ -21,6 +21,7 @@ import argparse
 import gc
 import json
 import math
+import mmap
 import os
 import subprocess
 import sys
@@ -35,20 +36,19 @@ import numpy as np
 from peak import status_bytes
 from results import print_row, publish
 
-from oomguard.candidate import Candidate, make_candidate
-from oomguard.data.source import let_go, map_file
-from oomguard.device.cpu import watch
-from oomguard.estimate import terms
-from oomguard.estimate.breakdown import estimate_step
-from oomguard.estimate.malloc import ENVIRONMENT
-from oomguard.estimate.place import CPU
-from oomguard.probe.verdict import Verdict, judge
-from oomguard.search.problem import Problem
-from oomguard.search.propose import choose
-from oomguard.search.screen import screen
-from oomguard.search.space import Here, make_space
-from oomguard.spec import MAX_SEQ, Spec
-from oomguard.units import MIB, format_bytes, parse_bytes
+from oomguard._core.units import MIB, format_bytes, parse_bytes
+from oomguard._data.source import let_go
+from oomguard._device.proc import read_status
+from oomguard._estimate import terms
+from oomguard._estimate.breakdown import estimate_step
+from oomguard._estimate.malloc import ENVIRONMENT
+from oomguard._estimate.target import CPU
+from oomguard._probe.verdict import Verdict, judge
+from oomguard._search.propose import choose
+from oomguard._search.screen import screen
+from oomguard._search.space import Choices, Problem, make_space
+from oomguard._spec.candidate import Candidate, make_candidate
+from oomguard._spec.spec import MAX_SEQ, Spec
 
 HIDDEN, MICROBATCH, FEW = 64, 4, 4
 BUDGETS = ("128MiB", "256MiB", "1GiB")
@@ -78,10 +78,11 @@ def make_step(way: str, path: str) -> Callable[[int, dict[str, Any]], float]:
     import torch
     from torch.utils.checkpoint import checkpoint
 
-    from oomguard.bptt import Microbatch
-    from oomguard.step import prepare, step
+    from oomguard._rnn import Microbatch
+    from oomguard._step import prepare, step
 
-    content = map_file(path, write=True)  # never written to, but torch wants to be allowed to
+    with open(path, "r+b") as file:  # never written to, but torch wants to be allowed to
+        content = mmap.mmap(file.fileno(), 0)
     data = torch.frombuffer(content, dtype=torch.float32).view(2, -1, MICROBATCH, 1)
     torch.manual_seed(0)
     training = prepare(spec_of(FEW), Candidate(microbatch=MICROBATCH))
@@ -146,7 +147,7 @@ def measure(way: str, steps: int, knobs: dict[str, Any], path: Path, budget_byte
         first = child.stdout.readline()
         runtime_bytes = json.loads(first)["runtime_bytes"] if first else 0
         while first and child.poll() is None:
-            now = watch(child.pid)
+            now = read_status(child.pid)
             if now is not None and now.resident_bytes - runtime_bytes > budget_bytes:
                 child.kill()
                 return row | {"outcome": "over"}
@@ -166,8 +167,8 @@ def planned(steps: int, budget_bytes: int) -> dict[str, Any] | None:
     """
     spec = spec_of(steps)
     most_bytes = CPU.runtime_bytes + budget_bytes + int(terms.input_bytes(spec, Candidate(microbatch=MICROBATCH)))
-    space = make_space(spec, CPU, most_bytes, Here(fixed=KNOBS), ())
-    view = screen(Problem(spec=spec, place=CPU, space=space, budget_bytes=most_bytes), ())
+    space = make_space(spec, CPU, most_bytes, Choices(fixed=KNOBS))
+    view = screen(Problem(spec=spec, target=CPU, space=space, budget_bytes=most_bytes), ())
     row = choose(view)
     if row is None:
         return None

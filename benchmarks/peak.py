@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from oomguard.candidate import Candidate, make_candidate
-from oomguard.estimate.malloc import ENVIRONMENT
-from oomguard.presets import make_spec
-from oomguard.spec import Spec
+from oomguard._estimate.malloc import ENVIRONMENT
+from oomguard._spec.candidate import Candidate, make_candidate
+from oomguard._spec.read import make_spec
+from oomguard._spec.spec import Spec
 
 STEPS = 2  # the second step is the first with the optimizer's state in place
 
@@ -45,7 +45,7 @@ def random_microbatches(spec: Spec, candidate: Candidate) -> Iterator[Any]:
     """The batch in microbatches of random values, each made when its turn comes and held by nobody here."""
     import torch
 
-    from oomguard.probe.sample import random_microbatch
+    from oomguard._probe.sample import random_microbatch
 
     dice = torch.Generator().manual_seed(torch.initial_seed())
     for rows in microbatch_rows(spec.batch, candidate.microbatch):
@@ -56,7 +56,7 @@ def run(spec: Spec, candidate: Candidate, steps: int) -> None:
     """A few optimizer steps on random data."""
     import torch
 
-    from oomguard.step import prepare, step
+    from oomguard._step import prepare, step
 
     torch._C._set_mkldnn_enabled(candidate.engine != "native")
     training = prepare(spec, candidate)
@@ -74,7 +74,7 @@ def status_bytes(field: str) -> int:
 def main() -> None:
     import torch
 
-    from oomguard.probe.sample import tiny_spec
+    from oomguard._probe.sample import tiny_spec
 
     torch.set_num_threads(1)
     asked = json.loads(sys.argv[1])

@@ -33,14 +33,14 @@ from results import print_row, publish
 from search_needs_few_probes import BATCH, largest
 
 from oomguard import Runner, find_feasible_config
-from oomguard.candidate import Candidate, make_candidate
-from oomguard.device.cpu import cores
-from oomguard.estimate.breakdown import estimate_step
-from oomguard.presets import make_spec
-from oomguard.probe.record import Record
-from oomguard.search.space import HEAP_FOR
-from oomguard.spec import Spec
-from oomguard.units import MIB
+from oomguard._core.units import MIB
+from oomguard._device.cpu import cores
+from oomguard._estimate.breakdown import estimate_step
+from oomguard._probe.record import Record
+from oomguard._search.space import HEAP_FOR
+from oomguard._spec.candidate import Candidate, make_candidate
+from oomguard._spec.read import make_spec
+from oomguard._spec.spec import Spec
 
 CASES: tuple[tuple[dict[str, Any], int, bool], ...] = (
     ({"cell": "lstm", "seq": 400, "features": 16, "hidden": 128, "layers": 1, "batch": 32}, 900 * MIB, True),

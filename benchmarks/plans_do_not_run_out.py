@@ -25,13 +25,14 @@ from peak import status_bytes
 from results import print_row, publish
 
 from oomguard import NothingFitsError, Plan, Runner, find_feasible_config, load_plan, save_plan
-from oomguard.candidate import make_candidate
-from oomguard.device.cpu import Cpu, watch
-from oomguard.estimate import terms
-from oomguard.estimate.breakdown import estimate_step
-from oomguard.presets import make_spec
-from oomguard.spec import Spec
-from oomguard.units import MIB
+from oomguard._core.units import MIB
+from oomguard._device.cpu import Cpu
+from oomguard._device.proc import read_status
+from oomguard._estimate import terms
+from oomguard._estimate.breakdown import estimate_step
+from oomguard._spec.candidate import make_candidate
+from oomguard._spec.read import make_spec
+from oomguard._spec.spec import Spec
 
 COUNT, STEPS = 30, 20
 SEARCH: dict[str, Any] = {"timeout": 20, "max_probes": 4, "threads": 1}
@@ -73,9 +74,9 @@ def train(path: str, steps: int) -> None:
     """In the child: what the plan says, on random data."""
     import torch
 
-    from oomguard.bptt import Microbatch
-    from oomguard.probe.sample import random_microbatch
-    from oomguard.step import prepare, step
+    from oomguard._probe.sample import random_microbatch
+    from oomguard._rnn import Microbatch
+    from oomguard._step import prepare, step
 
     plan = load_plan(path)
     spec, candidate = plan.spec, plan.candidate
@@ -107,7 +108,7 @@ def run_plan(plan: Plan, steps: int) -> dict[str, Any]:
         ) as child:
             seen_bytes = 0
             while child.poll() is None:
-                now = watch(child.pid)
+                now = read_status(child.pid)
                 seen_bytes = max(seen_bytes, 0 if now is None else now.resident_bytes)
                 if seen_bytes > plan.budget_bytes:
                     child.kill()

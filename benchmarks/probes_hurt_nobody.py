@@ -15,12 +15,12 @@ from typing import Any
 import psutil
 from results import publish
 
-from oomguard.candidate import Candidate, make_candidate
-from oomguard.estimate.breakdown import estimate_step
-from oomguard.presets import make_spec
-from oomguard.probe.runner import Runner
-from oomguard.spec import Spec
-from oomguard.units import MIB
+from oomguard._core.units import MIB
+from oomguard._estimate.breakdown import estimate_step
+from oomguard._probe.runner import Runner
+from oomguard._spec.candidate import Candidate, make_candidate
+from oomguard._spec.read import make_spec
+from oomguard._spec.spec import Spec
 
 BUDGET_BYTES = 640 * MIB
 FAR = 3

@@ -35,12 +35,12 @@ from results import print_row, publish
 from safetensors import safe_open
 
 import oomguard
-from oomguard import step
-from oomguard.bptt import Microbatch, backward
-from oomguard.candidate import Candidate
-from oomguard.checkpoint import load
-from oomguard.presets import make_spec
-from oomguard.train import loop
+from oomguard import _step as step
+from oomguard._rnn import Microbatch, backward
+from oomguard._spec.candidate import Candidate
+from oomguard._spec.read import make_spec
+from oomguard._train import loop
+from oomguard._train.checkpoint import load
 
 SPEC: dict[str, Any] = {"cell": "lstm", "seq": 30, "features": 4, "hidden": 64, "layers": 2, "batch": 16}
 STEPS, KILLS, NEAR = 30, 20, 1e-6
@@ -64,7 +64,7 @@ def disturbed(
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """A run with errors in these steps: its weights, and what it lost."""
     dice, seen, done, raised = random.Random(seed), list[int](), Counter[int](), list[int]()
-    count, number = loop.Trainer._count, 1
+    count, number = loop.Trainer._finish_step, 1
 
     def failing(model: Any, batch: Microbatch, *rest: Any) -> torch.Tensor:
         rows, due = batch.inputs.shape[1], number in errors and number not in raised
@@ -84,12 +84,12 @@ def disturbed(
         count(trainer, *rest)
 
     setattr(step, "backward", failing)  # noqa: B010
-    loop.Trainer._count = counted
+    loop.Trainer._finish_step = counted
     try:
         result = oomguard.train(plan, data, run=str(home), steps=STEPS, validation=0, normalise="none")
     finally:
         setattr(step, "backward", backward)  # noqa: B010
-        loop.Trainer._count = count
+        loop.Trainer._finish_step = count
     found = {"errors": len(raised), "lost": number - 1 - result.steps, "batch": plan.spec.batch, "died": None}
     return weights(result.model), found | seen_again(done)
 
@@ -150,7 +150,7 @@ def tensors(run: Path) -> dict[str, bytes]:
     """Everything that the last checkpoint holds."""
     last = load(run / "checkpoints")
     assert last is not None
-    with safe_open(last.path / "tensors.safetensors", framework="np") as file:
+    with safe_open(last.tensors().path, framework="np") as file:
         return {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118
 
 

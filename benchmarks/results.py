@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 import psutil
 
 import oomguard
-from oomguard.device.cpu import cores, cpu_name
-from oomguard.units import GIB
+from oomguard._core.units import GIB
+from oomguard._device.cpu import cores, cpu_name
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from peak import random_microbatches
 
-from oomguard.candidate import Candidate, make_candidate
-from oomguard.presets import make_spec
-from oomguard.spec import Spec
+from oomguard._spec.candidate import Candidate, make_candidate
+from oomguard._spec.read import make_spec
+from oomguard._spec.spec import Spec
 
 NONE = {"memtracker_bytes": None, "torchinfo_bytes": None}
 
@@ -40,7 +40,7 @@ def memtracker_bytes(spec: Spec, candidate: Candidate) -> int:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    from oomguard.step import prepare, step
+    from oomguard._step import prepare, step
 
     with FakeTensorMode():
         training = prepare(spec, candidate)
@@ -62,7 +62,7 @@ def torchinfo_bytes(spec: Spec, candidate: Candidate) -> int:
     import torch
     import torchinfo
 
-    from oomguard.model import build
+    from oomguard._rnn.model import build
 
     class Stateless(torch.nn.Module):
         def __init__(self) -> None:
@@ -86,7 +86,7 @@ def accelerate_bytes(spec: Spec) -> int:
     from accelerate.commands.estimate import estimate_training_usage
     from accelerate.utils import calculate_maximum_sizes
 
-    from oomguard.model import build
+    from oomguard._rnn.model import build
 
     with init_empty_weights():
         model = build(spec)

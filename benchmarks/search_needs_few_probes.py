@@ -24,11 +24,11 @@ from finders import PACKAGES, find, installed, knobs
 from results import print_row, publish
 
 from oomguard import Runner
-from oomguard.api import estimate
-from oomguard.candidate import make_candidate
-from oomguard.presets import make_spec
-from oomguard.spec import Spec
-from oomguard.units import MIB
+from oomguard._api import estimate
+from oomguard._core.units import MIB
+from oomguard._spec.candidate import make_candidate
+from oomguard._spec.read import make_spec
+from oomguard._spec.spec import Spec
 
 BATCH = 2048
 """Far more than fits, so that the maximum lies inside."""

@@ -29,9 +29,9 @@ from typing import Any
 from peak import status_bytes
 from results import print_row, publish
 
-from oomguard.candidate import make_candidate
-from oomguard.presets import make_spec
-from oomguard.spec import Spec
+from oomguard._spec.candidate import make_candidate
+from oomguard._spec.read import make_spec
+from oomguard._spec.spec import Spec
 
 SHORT: dict[str, Any] = {"seq": 1_000, "features": 8, "hidden": 128, "batch": 64}
 LONG: dict[str, Any] = {"seq": 10_000, "features": 8, "hidden": 128, "batch": 4}
@@ -62,7 +62,7 @@ def run_one(case: dict[str, Any]) -> dict[str, Any]:
     """Steps of one contender, in this process; within a limit of committed bytes if there is one."""
     import torch
 
-    from oomguard.probe.sample import tiny_spec
+    from oomguard._probe.sample import tiny_spec
 
     torch.set_num_threads(1)
     spec = make_spec(case["spec"])
@@ -93,8 +93,8 @@ def steps_of(spec: Spec, way: str, segments: int) -> Callable[[], None]:
     import torch
     from torch.utils.checkpoint import checkpoint
 
-    from oomguard.probe.sample import random_microbatch
-    from oomguard.step import prepare, step
+    from oomguard._probe.sample import random_microbatch
+    from oomguard._step import prepare, step
 
     dice = torch.Generator().manual_seed(0)
     training = prepare(spec, make_candidate(spec, segments=segments if way == "segments" else 1))

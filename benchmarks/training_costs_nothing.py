@@ -30,7 +30,7 @@ from finders import is_installed
 from results import print_row, publish
 
 import oomguard
-from oomguard.estimate.malloc import ENVIRONMENT
+from oomguard._estimate.malloc import ENVIRONMENT
 
 COMMON = {"features": 16}
 CASES: dict[str, dict[str, Any]] = {

@@ -1,12 +1,14 @@
-"""Make what the README shows: the screen of a plan, and the picture of a curve.
+"""Refresh what README.md and the pages of docs/ show: the screens of commands, the picture and the comparison.
 
-    python docs/make_pictures.py [--only plan|curve]
+    python docs/make_pictures.py [--only screens|picture|comparison] [PAGE ...]
 
-The plan's screen is text between two marks of README.md, as a real search prints it (a minute and
-a half on a quiet machine of two cores); the curve is docs/segments.png, by arithmetic, with its title between marks.
+A screen is the output below a line `$ oomguard ...` in a `console` block; the blocks of a page run in order in one
+temporary directory. With the two searches of README.md and the quickstart this takes about ten minutes. The picture is
+docs/segments.png, by arithmetic. The comparison of README.md is made from benchmarks/results/.
 """
 
 import argparse
+import json
 import os
 import re
 import shlex
@@ -14,72 +16,215 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 README, PICTURE = ROOT / "README.md", ROOT / "docs" / "segments.png"
-PLAN = "oomguard plan --model lstm --seq 10000 --budget 700MiB"
-CURVE = "oomguard tradeoffs --model lstm --seq 10000 --budget 6GiB --curve segments --output segments.png"
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+CURVE: dict[str, Any] = {"cell": "lstm", "seq": 10_000, "budget": "6GiB"}
+"""The model and the budget of the picture."""
+BLOCK = re.compile(r"((?:^<!-- [^\n]* -->\n)*)^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def screen(command: str, home: Path) -> str:
-    """What a command prints on a terminal of 80 columns, started in a directory."""
-    settings = {"COLUMNS": "80", "OOMGUARD_CACHE": ""}  # nothing is known from earlier searches
+class Screen(NamedTuple):
+    """One command of a console block, and the output that the page shows for it (empty: none)."""
+
+    command: str
+    output: str
+
+
+class Block(NamedTuple):
+    """One code block of a page, and the comments directly above it.
+
+    Comments that the tests follow: `tested as: A => B; C => D` (text is replaced to make it small), `not run: REASON`,
+    `shape only` (figures may differ) and `exit code 1`.
+    """
+
+    kind: str
+    body: str
+    notes: tuple[str, ...]
+    line: int
+
+    def note(self, name: str) -> str | None:
+        """Return the text of a comment after its name, or None without such a comment."""
+        return next((note.removeprefix(name).strip(": ") for note in self.notes if note.startswith(name)), None)
+
+    @property
+    def screens(self) -> list[Screen]:
+        """Split a console block into its commands, each with the output below it."""
+        parts = re.split(r"^\$ (.*)$", self.body, flags=re.MULTILINE)
+        return [Screen(*pair) for pair in zip(parts[1::2], (part.strip() for part in parts[2::2]), strict=True)]
+
+
+def blocks_of(text: str) -> list[Block]:
+    """Find the code blocks of a page that name their language."""
+    found = []
+    for match in BLOCK.finditer(text):
+        notes = tuple(line[5:-4].strip() for line in match[1].splitlines())
+        found.append(Block(match[2], match[3], notes, text.count("\n", 0, match.start(3)) + 1))
+    return found
+
+
+def refresh_screens(page: Path) -> None:
+    """Run the blocks of a page in order, up to the last screen, and store what the commands print."""
+    text = page.read_text(encoding="utf-8")
+    blocks = blocks_of(text)
+    last = max((i for i, block in enumerate(blocks) if _shows(block)), default=-1)
+    names: dict[str, Any] = {}
+    here = Path.cwd()
+    with tempfile.TemporaryDirectory() as home:
+        os.chdir(home)
+        try:
+            for block in blocks[: last + 1]:
+                if block.note("not run") is not None:
+                    continue
+                if block.kind == "python":
+                    exec(block.body, names)
+                elif block.kind == "console":
+                    text = text.replace(block.body, _run(block), 1)
+        finally:
+            os.chdir(here)
+    page.write_text(text, encoding="utf-8")
+
+
+def _shows(block: Block) -> bool:
+    return block.kind == "console" and any(screen.output for screen in block.screens)
+
+
+def _run(block: Block) -> str:
+    """Run the commands of a block; where output is shown, show the new one."""
+    lines = []
+    for screen in block.screens:
+        done = run_command(screen.command)
+        if done.returncode != int(block.note("exit code") or 0):
+            sys.exit(f"{screen.command} ended with exit code {done.returncode}: {done.stderr}")
+        output = screen_of(done)
+        lines += [f"$ {screen.command}", *([output] if screen.output else [])]
+    return "\n".join(lines) + "\n"
+
+
+def run_command(command: str) -> subprocess.CompletedProcess[str]:
+    """Run a command as on a terminal of 80 columns, without anything that earlier searches have stored."""
+    settings = {"COLUMNS": "80", "OOMGUARD_CACHE": ""}
     words = [sys.executable, "-m", "oomguard", *shlex.split(command)[1:]]
-    done = subprocess.run(words, cwd=home, env=os.environ | settings, stdout=subprocess.PIPE, text=True, check=True)
+    return subprocess.run(words, env=os.environ | settings, capture_output=True, text=True, check=False)
+
+
+def screen_of(done: subprocess.CompletedProcess[str]) -> str:
+    """Return what a command printed, without spaces at the ends of lines."""
     return "\n".join(line.rstrip() for line in done.stdout.strip().splitlines())
 
 
-def plan_block() -> str:
-    """The plan's screen."""
-    with tempfile.TemporaryDirectory() as home:
-        return f"```\n$ {PLAN}\n{screen(PLAN, Path(home))}\n```"
+# ---- the picture
 
 
-def curve_block() -> str:
-    """The curve's picture is written; the block shows it."""
-    with tempfile.TemporaryDirectory() as home:
-        screen(CURVE, Path(home))
-        PICTURE.write_bytes((Path(home) / "segments.png").read_bytes())
-    return f"![{curve_title()}](docs/segments.png)"
-
-
-def curve_title() -> str:
-    """What the picture has found, for those who do not see it."""
+def curve() -> Any:
+    """Compute the curve of the picture."""
     import oomguard
 
-    curves = oomguard.curves(cell="lstm", seq=10_000, budget="6GiB")
-    return next(one.title for one in curves if one.name == "segments")
+    return next(curve for curve in oomguard.curves(**CURVE) if curve.name == "segments")
 
 
-BLOCKS = {"plan": plan_block, "curve": curve_block}
+def refresh_picture() -> None:
+    """Draw the picture, and put its title where pages show it."""
+    drawn = curve()
+    drawn.save(PICTURE)
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        page.write_text(re.sub(r"!\[[^\]]*\](\([^)]*segments\.png\))", rf"![{drawn.title}]\1", text), encoding="utf-8")
 
 
-def marks(name: str) -> tuple[str, str]:
-    """What stands before and after a block."""
-    return f"<!-- {name}: by docs/make_pictures.py -->", f"<!-- end of {name} -->"
+# ---- the comparison
 
 
-def block_in(text: str, name: str) -> str:
-    """The block as it stands."""
-    begin, end = marks(name)
-    return text.partition(begin)[2].partition(end)[0].strip()
+def comparison() -> str:
+    """Make the table of README.md that compares oomguard with other tools, from the newest whole benchmark runs."""
+    found = newest("search_needs_few_probes")
+    errors = newest("estimates_track_peaks")
+    ours, lightning, accelerate = (_finder(found, name) for name in ("oomguard", "lightning-binsearch", "accelerate"))
+    by_hand = newest("segments_cost_little")["rows"]
+    tracker = (
+        f"{errors['memtracker']['median']:.0%} median error on the {errors['memtracker']['answers']} steps it can trace"
+    )
+    estimates = f"{errors['oomguard']['median']:.1%} on all {errors['oomguard']['answers']}"
+    died = sum(case["lightning-binsearch"]["error"] is not None for case in found["cases"])
+    longest = [_cost(by_hand, way) for way in ("segments", "checkpoint", "reentrant")]
+    rows = [
+        ("oomguard", "the largest microbatch, or the fastest exact setting, for RNNs", ours),
+        (
+            "Lightning `BatchSizeFinder`",
+            "the batch size, by trial",
+            f"{lightning}; died in {died} of {len(found['cases'])} cases",
+        ),
+        ("accelerate `find_executable_batch_size`", "the batch size, by trial", accelerate),
+        ("Composer `auto`", "the microbatch, while training", "halves it on an error and never grows back; GPU only"),
+        ("DeepSpeed autotuner", "settings of DeepSpeed", "does not vary the sequence length; assumes Adam"),
+        (
+            "torch `MemTracker`",
+            "an estimate from a traced run",
+            f"{tracker}, ours {estimates}; counts no cuDNN reserve",
+        ),
+        (
+            "`torch.utils.checkpoint` by hand",
+            "less memory for recomputation",
+            f"2-layer LSTM, T = 10,000: {longest[1]}, reentrant {longest[2]}; our segments {longest[0]}",
+        ),
+    ]
+    return "\n".join(["| tool | what it finds | measured or read in its code |", "|---|---|---|"]) + "".join(
+        f"\n| {tool} | {what} | {finding} |" for tool, what, finding in rows
+    )
 
 
-def with_block(text: str, name: str, block: str) -> str:
-    """The text with another block between the marks."""
-    begin, end = marks(name)
-    found = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-    return found.sub(lambda _: f"{begin}\n{block}\n{end}", text)
+def _finder(run: dict[str, Any], name: str) -> str:
+    """Say how close a finder comes to the true maximum, and how often it runs out of memory."""
+    cases = [case for case in run["cases"] if case[name]["found"]]
+    shares = [case[name]["found"] / case["maximum"] for case in cases]
+    ooms = [case[name]["ooms"] for case in run["cases"]]
+    trials = [case[name]["trials"] for case in run["cases"]]
+    return (
+        f"{min(shares):.0%} to {max(shares):.0%} of the maximum, {_range(trials)} trials, "
+        f"{_range(ooms)} of them out of memory"
+    )
+
+
+def _range(counts: list[int]) -> str:
+    return f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+
+
+def _cost(rows: list[dict[str, Any]], way: str) -> str:
+    row = next(
+        row
+        for row in rows
+        if (row["way"], row["spec"]["cell"], row["spec"]["seq"], row["spec"]["layers"]) == (way, "lstm", 10_000, 2)
+    )
+    return f"{row['memory']:.1%} of the memory at {row['time']:.2f} of the time"
+
+
+def newest(name: str) -> dict[str, Any]:
+    """Read the newest whole run of a benchmark."""
+    lines = (ROOT / "benchmarks" / "results" / f"{name}.jsonl").read_text("utf-8").splitlines()
+    run: dict[str, Any] = [run for run in map(json.loads, lines) if run["whole"]][-1]
+    return run
+
+
+def with_comparison(text: str) -> str:
+    """Put the comparison between its marks."""
+    marks = re.compile(r"(<!-- comparison -->\n).*?(<!-- end of comparison -->)", re.DOTALL)
+    return marks.sub(lambda match: f"{match[1]}{comparison()}\n{match[2]}", text)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=[*BLOCKS], help="one of the two (both)")
-    only = parser.parse_args().only
-    for name in [only] if only else BLOCKS:
-        block = BLOCKS[name]()
-        README.write_text(with_block(README.read_text(encoding="utf-8"), name, block), encoding="utf-8")
-        print(block)
+    parser.add_argument("pages", nargs="*", type=Path, metavar="PAGE", help="pages whose screens are refreshed (all)")
+    parser.add_argument("--only", choices=["screens", "picture", "comparison"], help="one of the three (all)")
+    given = parser.parse_args()
+    if given.only in (None, "picture"):
+        refresh_picture()
+    if given.only in (None, "comparison"):
+        README.write_text(with_comparison(README.read_text(encoding="utf-8")), encoding="utf-8")
+    if given.only in (None, "screens"):
+        for page in [path.resolve() for path in given.pages] or PAGES:
+            refresh_screens(page)
 
 
 if __name__ == "__main__":

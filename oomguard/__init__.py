@@ -1,6 +1,6 @@
 """oomguard: train LSTM, GRU and RNN models on long sequences without running out of memory.
 
-Names are imported when they are first used: `import oomguard` costs nothing, and does not import torch.
+Public names are imported when they are first used: `import oomguard` is fast and does not import torch.
 
 >>> import oomguard
 >>> oomguard.Spec(cell="lstm", seq=10_000).hidden
@@ -11,8 +11,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from oomguard._api import curves, estimate, find_feasible_config, guard, predict, probe, tradeoffs, train
+    from oomguard._core.errors import GuardError, MisuseError, OomguardError
+    from oomguard._estimate.breakdown import Estimate
+    from oomguard._plan.shortfall import NothingFitsError
+    from oomguard._plan.store import load_plan, save_plan
+    from oomguard._plan.value import Plan
+    from oomguard._probe.record import Ledger, Record
+    from oomguard._probe.runner import Runner
+    from oomguard._probe.verdict import Verdict
+    from oomguard._report.page import save_page
+    from oomguard._rnn.model import Recurrent
+    from oomguard._spec.candidate import Candidate, Candidates
+    from oomguard._spec.spec import Spec
+
 __all__ = [
     "Candidate",
+    "Candidates",
     "Estimate",
     "GuardError",
     "Ledger",
@@ -21,6 +38,7 @@ __all__ = [
     "OomguardError",
     "Plan",
     "Record",
+    "Recurrent",
     "Runner",
     "Spec",
     "Verdict",
@@ -38,58 +56,30 @@ __all__ = [
     "train",
 ]
 
-if TYPE_CHECKING:
-    from oomguard.api import curves, estimate, find_feasible_config, guard, predict, probe, tradeoffs, train
-    from oomguard.candidate import Candidate
-    from oomguard.errors import GuardError, MisuseError, OomguardError
-    from oomguard.estimate.breakdown import Estimate
-    from oomguard.page.make import save_page
-    from oomguard.plan.shortfall import NothingFitsError
-    from oomguard.plan.store import load_plan, save_plan
-    from oomguard.plan.value import Plan
-    from oomguard.probe.ledger import Ledger
-    from oomguard.probe.record import Record
-    from oomguard.probe.runner import Runner
-    from oomguard.probe.verdict import Verdict
-    from oomguard.spec import Spec
-else:
-    _HOME = {
-        "Candidate": "oomguard.candidate",
-        "Estimate": "oomguard.estimate.breakdown",
-        "GuardError": "oomguard.errors",
-        "Ledger": "oomguard.probe.ledger",
-        "MisuseError": "oomguard.errors",
-        "NothingFitsError": "oomguard.plan.shortfall",
-        "OomguardError": "oomguard.errors",
-        "Plan": "oomguard.plan.value",
-        "Record": "oomguard.probe.record",
-        "Runner": "oomguard.probe.runner",
-        "Spec": "oomguard.spec",
-        "Verdict": "oomguard.probe.verdict",
-        "curves": "oomguard.api",
-        "estimate": "oomguard.api",
-        "find_feasible_config": "oomguard.api",
-        "guard": "oomguard.api",
-        "load_plan": "oomguard.plan.store",
-        "predict": "oomguard.api",
-        "probe": "oomguard.api",
-        "save_page": "oomguard.page.make",
-        "save_plan": "oomguard.plan.store",
-        "tradeoffs": "oomguard.api",
-        "train": "oomguard.api",
-    }
+_MODULES = {
+    "_api": "curves estimate find_feasible_config guard predict probe tradeoffs train",
+    "_core.errors": "GuardError MisuseError OomguardError",
+    "_estimate.breakdown": "Estimate",
+    "_plan.shortfall": "NothingFitsError",
+    "_plan.store": "load_plan save_plan",
+    "_plan.value": "Plan",
+    "_probe.record": "Ledger Record",
+    "_probe.runner": "Runner",
+    "_probe.verdict": "Verdict",
+    "_report.page": "save_page",
+    "_rnn.model": "Recurrent",
+    "_spec.candidate": "Candidate Candidates",
+    "_spec.spec": "Spec",
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
-    # `oomguard.estimate` is the function, yet a subpackage has that name too, and Python would bind the name to the
-    # subpackage at its first import, whenever that is. So its first import is here, where the name is given back.
-    for name in ("curves", "estimate", "guard", "probe", "tradeoffs", "train"):
-        import_module(f"oomguard.{name}")
-        del globals()[name]
 
-    def __getattr__(name: str) -> Any:
-        if name not in _HOME:
-            raise AttributeError(f"module 'oomguard' has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module(_HOME[name]), name)
-        return value
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'oomguard' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"oomguard.{_MODULE_OF[name]}"), name)
+    return value
 
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,15 +1,15 @@
-"""The command `oomguard`, also as `python -m oomguard`. It imports inside, so that Ctrl-C is quiet from the start."""
+"""The command `oomguard`, also `python -m oomguard`. `main` imports the rest, so that Ctrl-C is always quiet."""
 
 import sys
 
 INTERRUPTED, BROKEN = 130, 70
-"""Exit codes beside those of cli.py: 128 + SIGINT, and sysexits' EX_SOFTWARE for what should not happen."""
+"""Exit codes besides those of _cli/app.py: 128 + SIGINT, and EX_SOFTWARE of sysexits.h for an internal error."""
 
 
 def main() -> None:
-    """Run the command line; an error of oomguard's own never looks like an answer (0, 1) or like misuse (2)."""
+    """Run the command line. An internal error has an exit code of its own, unlike a result (0, 1) and misuse (2)."""
     try:
-        from oomguard.cli import main as run
+        from oomguard._cli.app import main as run
 
         run()
     except KeyboardInterrupt:

@@ -11,9 +11,6 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import settings
 
-# first imported here, by Python: pytest's own import of a subpackage would bind `oomguard.estimate` to it
-import oomguard  # noqa: F401
-
 # set here, before anything imports torch: most tests never do, so torch.set_num_threads(1) would cost them the import
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[variable] = "1"

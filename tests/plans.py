@@ -10,15 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 from plan.making import reckoned
 
-from oomguard.asked import find_place
-from oomguard.candidate import make_candidate
-from oomguard.device import open_device
-from oomguard.device.cpu import cpu_name
-from oomguard.estimate.breakdown import estimate_step
-from oomguard.estimate.place import CPU, Place
-from oomguard.plan.value import Expected, Plan, Rung, Where, figures
-from oomguard.spec import Spec
-from oomguard.units import GIB
+from oomguard._core.units import GIB
+from oomguard._device import open_device
+from oomguard._device.cpu import cpu_name
+from oomguard._device.find import find_target
+from oomguard._estimate.breakdown import estimate_step
+from oomguard._estimate.target import CPU, Target
+from oomguard._plan.value import Plan, Rung, figures
+from oomguard._predict.calibration import Prediction
+from oomguard._spec.candidate import make_candidate
+from oomguard._spec.spec import Spec
 
 SMALL: dict[str, Any] = {"cell": "gru", "seq": 6, "features": 2, "hidden": 5, "layers": 1, "batch": 8}
 LADDER = ((8, 1), (4, 1), (2, 1), (1, 1), (1, 2), (1, 6))
@@ -38,22 +39,22 @@ def plan_of(rungs: Sequence[tuple[int, int]] = LADDER, knobs: dict[str, Any] | N
 
 def card_plan(rungs: Sequence[tuple[int, int]], **fields: Any) -> Plan:
     """The same for the first card."""
-    spec, place = Spec(**SMALL | fields), find_place("cuda")
+    spec, target = Spec(**SMALL | fields), find_target("cuda")
     card = open_device("cuda")
     knobs = {"engine": "cudnn", "allocator": "plain"}
-    plan = _plan([rung_of(spec, rows, segments, knobs, place) for rows, segments in rungs], spec, place)
+    plan = _plan([rung_of(spec, rows, segments, knobs, target) for rows, segments in rungs], spec, target)
     environment = msgspec.structs.replace(plan.environment, device="cuda", title=card.title())
     return msgspec.structs.replace(plan, budget_bytes=card.budget().limit_bytes, environment=environment)
 
 
-def _plan(made: list[Rung], spec: Spec, place: Place) -> Plan:
+def _plan(made: list[Rung], spec: Spec, target: Target) -> Plan:
     first, *fallbacks = made
     any_plan = _any_plan()
     return msgspec.structs.replace(
         any_plan,
         spec=spec,
         candidate=first.candidate,
-        where=Where.of(place),
+        where=target,
         budget_bytes=4 * GIB,
         allow=("precision", "window", "8bit"),
         estimate=first.estimate,
@@ -66,10 +67,10 @@ def _plan(made: list[Rung], spec: Spec, place: Place) -> Plan:
     )
 
 
-def rung_of(spec: Spec, rows: int, segments: int, knobs: dict[str, Any], place: Place = CPU) -> Rung:
+def rung_of(spec: Spec, rows: int, segments: int, knobs: dict[str, Any], target: Target = CPU) -> Rung:
     candidate = make_candidate(spec, microbatch=rows, segments=segments, **knobs)
-    found = figures(estimate_step(spec, candidate, place))
-    peak = Expected(peak_bytes=found.total_bytes, margin_bytes=0, seconds_per_step=None)
+    found = figures(estimate_step(spec, candidate, target))
+    peak = Prediction(peak_bytes=found.total_bytes, margin_bytes=0, seconds_per_step=None)
     return Rung(candidate=candidate, estimate=found, expected=peak)
 
 

@@ -6,9 +6,9 @@ from typing import Any, TypeVar, get_args
 import numpy as np
 from hypothesis import strategies as st
 
-from oomguard.candidate import Allocator, Candidate, Engine, Keep, Precision, Update
-from oomguard.errors import MisuseError
-from oomguard.spec import MAX_SEQ, MAX_STEP_ELEMENTS, SPARSE_OPTIMIZERS, Optimizer, Spec
+from oomguard._core.errors import MisuseError
+from oomguard._spec.candidate import KNOBS, Candidate
+from oomguard._spec.spec import MAX_SEQ, MAX_STEP_ELEMENTS, SPARSE_OPTIMIZERS, Optimizer, Spec
 
 T = TypeVar("T")
 ABSENT = object()
@@ -118,28 +118,26 @@ def specs() -> st.SearchStrategy[Spec]:
 
 def candidates() -> st.SearchStrategy[Candidate]:
     """Any valid candidate, for whatever spec."""
-    pieces = st.fixed_dictionaries({}, optional={"segments": up_to(10**9)}) | st.fixed_dictionaries(
-        {"window": up_to(10**9)}
+    values = {name: knob_values(name) for name in KNOBS}
+    pieces = st.sampled_from(["segments", "window"])  # a candidate has one of the two
+    microbatch = values.pop("microbatch")
+    knobs = st.fixed_dictionaries({"microbatch": microbatch}, optional=values)
+    return st.builds(
+        lambda drawn, left_out: Candidate(**{name: value for name, value in drawn.items() if name != left_out}),
+        knobs,
+        pieces,
     )
-    knobs = st.fixed_dictionaries(
-        {"microbatch": up_to(1 << 20)},
-        optional={
-            "accumulation": up_to(1 << 20),
-            "precision": st.sampled_from(get_args(Precision)),
-            "recompute": st.booleans(),
-            "levels": st.integers(1, 3),
-            "keep": st.sampled_from(get_args(Keep)),
-            "engine": st.none() | st.sampled_from(get_args(Engine)),
-            "threads": st.none() | up_to(4096),
-            "offload": st.booleans(),
-            "update": st.sampled_from(get_args(Update)),
-            "state_8bit": st.booleans(),
-            "allocator": st.none() | st.sampled_from(get_args(Allocator)),
-            "workers": st.integers(0, 128),
-            "prefetch": up_to(32),
-        },
-    )
-    return st.builds(lambda some, more: Candidate(**some, **more), knobs, pieces)
+
+
+def knob_values(name: str) -> st.SearchStrategy[Any]:
+    """Any value that a knob takes, by its row of the table."""
+    field = KNOBS[name].field
+    values: st.SearchStrategy[Any] = st.booleans()
+    if field.choices:
+        values = st.sampled_from(field.choices)
+    elif field.bounds is not None:
+        values = st.integers(field.bounds.low, min(field.bounds.high, 64)) | st.integers(*field.bounds)
+    return st.none() | values if field.optional else values
 
 
 class _Faulty:
@@ -202,12 +200,18 @@ def attempt(make: Callable[..., T], **fields: Any) -> T | MisuseError:
 
 
 def has_three_beats(error: object) -> bool:
-    """The rule, what was got, what to do: all there, and short enough to read."""
+    """The rule, what was given, what to do: all there, and short enough to read. The rule may say what was given."""
+    if isinstance(error, MisuseError) and error.rule.startswith("Unknown "):
+        return error.got == "" and str(error) == f"{error.rule}. {error.advice}" and _is_short(error)
     return (
         isinstance(error, MisuseError)
         and all(beat.strip() for beat in (error.rule, error.got, error.advice))
         and str(error) == f"{error.rule}, but {error.got}. {error.advice}"
-        and error.advice[0].isupper()
-        and error.advice[-1] in ".?"
-        and len(str(error)) < 1000
+        and _is_short(error)
+    )
+
+
+def _is_short(error: MisuseError) -> bool:
+    return (
+        bool(error.advice.strip()) and error.advice[0].isupper() and error.advice[-1] in ".?" and len(str(error)) < 1000
     )

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from oomguard.bptt import Microbatch, count_targets
-from oomguard.candidate import make_candidate
-from oomguard.errors import MisuseError
-from oomguard.model import build
-from oomguard.spec import Optimizer, Spec
-from oomguard.step import Training, make_optimizer, prepare, step
+from oomguard._core.errors import MisuseError
+from oomguard._rnn import Microbatch, count_targets
+from oomguard._rnn.model import build
+from oomguard._spec.candidate import make_candidate
+from oomguard._spec.spec import Optimizer, Spec
+from oomguard._step import Training, make_optimizer, prepare, step
 
 STEPS, ROWS = 6, 64
 SPEC = Spec(cell="lstm", seq=STEPS, features=3, hidden=8, batch=ROWS)

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from oomguard.bptt import Microbatch
-from oomguard.candidate import Candidate, make_candidate
-from oomguard.device import open_device
-from oomguard.estimate.breakdown import estimate_step
-from oomguard.estimate.place import on_card
-from oomguard.model import trainable
-from oomguard.spec import Spec
-from oomguard.step import Training, prepare, step
+from oomguard._device import open_device
+from oomguard._estimate.breakdown import estimate_step
+from oomguard._estimate.target import on_card
+from oomguard._rnn import Microbatch
+from oomguard._rnn.model import trainable
+from oomguard._spec.candidate import Candidate, make_candidate
+from oomguard._spec.spec import Spec
+from oomguard._step import Training, prepare, step
 
 pytestmark = pytest.mark.gpu
 STEPS, ROWS = 400, 32
@@ -130,7 +130,7 @@ def test_a_step_allocates_what_is_estimated(cell: str, way: str) -> None:
     """Not under-estimated by more than the margin, nor by much too high; a library's workspace can come and go."""
     spec = spec_of(cell, seq=1500)
     candidate = make_candidate(spec, **WAYS[way])
-    found = estimate_step(spec, candidate, on_card(open_device("cuda").present().known))  # type: ignore[attr-defined]
+    found = estimate_step(spec, candidate, on_card(open_device("cuda").status().known))  # type: ignore[attr-defined]
     assert found.allocated_bytes is not None
     real = peak_bytes(spec, candidate)
     assert 0.85 * real - (64 << 20) < found.allocated_bytes < 1.15 * real + (64 << 20)

@@ -1,4 +1,4 @@
-"""Tiny trainings that are the same in every run, for the tests of what interrupts them."""
+"""Tiny deterministic trainings for the tests of checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomguard.bptt import Microbatch
-from oomguard.candidate import make_candidate
-from oomguard.checkpoint import Checkpoint, load
-from oomguard.spec import Spec
-from oomguard.step import Training, prepare, step
+from oomguard._rnn import Microbatch
+from oomguard._spec.candidate import make_candidate
+from oomguard._spec.spec import Spec
+from oomguard._step import Training, prepare, step
+from oomguard._train.checkpoint import Checkpoint, load
 
 STEPS, ROWS = 5, 4
 
@@ -24,7 +24,7 @@ PLAIN = spec_of()
 
 
 def train(training: Training, first: int, last: int) -> None:
-    """Optimizer steps on data that depends on the number of the step alone."""
+    """Make optimizer steps on data that depends only on the number of the step."""
     spec = training.model.spec
     for number in range(first, last):
         generator = torch.Generator().manual_seed(number)
@@ -35,25 +35,25 @@ def train(training: Training, first: int, last: int) -> None:
         step(training, [batch], tokens.numel(), clip=1.0)
 
 
-def begun(spec: Spec = PLAIN, seed: int = 0, device: str = "cpu", **knobs: Any) -> Training:
+def new_training(spec: Spec = PLAIN, seed: int = 0, device: str = "cpu", **knobs: Any) -> Training:
     torch.manual_seed(seed)
     return prepare(spec, make_candidate(spec, **knobs), device, lr=1e-2)
 
 
-def after(steps: int, spec: Spec = PLAIN, **knobs: Any) -> Training:
-    training = begun(spec, **knobs)
+def trained_for(steps: int, spec: Spec = PLAIN, **knobs: Any) -> Training:
+    training = new_training(spec, **knobs)
     train(training, 0, steps)
     return training
 
 
-def loaded(directory: Path) -> Checkpoint:
+def load_newest(directory: Path) -> Checkpoint:
     found = load(directory)
     assert found is not None
     return found
 
 
-def bits(training: Training) -> dict[str, bytes]:
-    """Everything that a step changes, to compare to the last bit."""
+def state_bits(training: Training) -> dict[str, bytes]:
+    """All state that a step changes, as bytes."""
     found: dict[str, Any] = {name: value.detach() for name, value in training.model.named_parameters()}
     for number, parameter in enumerate(training.model.parameters()):
         found |= {f"{number} {key}": value for key, value in training.optimizer.state.get(parameter, {}).items()}

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from oomguard.data.source import Array, Source
-from oomguard.spec import Spec
+from oomguard._data.source import Array, Source
+from oomguard._spec.spec import Spec
 
 
 def spec(**changes: Any) -> Spec:

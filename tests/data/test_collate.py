@@ -7,14 +7,14 @@ import pytest
 import torch
 from data.making import numbers, spec, tokens
 
-from oomguard.bptt import count_targets
-from oomguard.bptt.run import IGNORED
-from oomguard.candidate import Candidate
-from oomguard.data.collate import collate
-from oomguard.data.source import Pair
-from oomguard.probe.sample import random_microbatch
-from oomguard.spec import Spec
-from oomguard.step import prepare, step
+from oomguard._data.loader import collate
+from oomguard._data.source import Pair
+from oomguard._probe.sample import random_microbatch
+from oomguard._rnn import count_targets
+from oomguard._rnn.run import IGNORED
+from oomguard._spec.candidate import Candidate
+from oomguard._spec.spec import Spec
+from oomguard._step import prepare, step
 
 
 def pair(wanted: Spec, steps: int) -> Pair:

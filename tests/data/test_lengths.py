@@ -9,30 +9,35 @@ from data.making import numbers, saved, spec, written
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomguard.data.lengths import CUTTING, MOST, UNKNOWN, histogram, lengths_histogram, read_lengths, spec_for
-from oomguard.data.open import open_source
-from oomguard.data.options import DataOptions
-from oomguard.errors import MisuseError
-from oomguard.flags import CUT
-from oomguard.spec import Spec
+from oomguard._cli.flags import CUT
+from oomguard._core.errors import MisuseError
+from oomguard._data.open import CUTTING, MAX_LENGTHS, histogram, open_source, read_lengths, spec_from_data
+from oomguard._data.options import DataOptions
+from oomguard._spec.spec import Spec
 
 
 def test_a_source_has_a_histogram_that_a_spec_takes() -> None:
     source = open_source(numbers(11, 3), spec())
-    assert lengths_histogram(source) == {3: 1, 4: 2}
-    assert Spec(cell="gru", lengths=lengths_histogram(source)).steps == 4
+    lengths = histogram(*np.unique(source.lengths, return_counts=True))
+    assert lengths == {3: 1, 4: 2}
+    assert Spec(cell="gru", lengths=lengths).steps == 4
 
 
 @pytest.mark.parametrize("data", [[np.zeros((n, 3)) for n in (3, 9)], numbers(2, 9, 3)], ids=["pairs", "array"])
 def test_data_from_python_gives_a_spec_its_lengths(data: Any) -> None:
     given = data if isinstance(data, np.ndarray) else [(one[:, :2], one[:, 2]) for one in data]
-    found = spec_for(spec(seq=None, lengths=UNKNOWN), given, DataOptions())
+    fields = {"cell": "gru", "features": 2, "hidden": 4, "batch": 4}
+    found = spec_from_data(fields, given, DataOptions())
     assert found == spec(seq=9, lengths={9: 2} if isinstance(data, np.ndarray) else {3: 1, 9: 1})
 
 
 def test_options_that_decide_on_the_sequences_are_flags_of_a_plan() -> None:
     assert {*CUTTING} <= {*DataOptions.__struct_fields__}
     assert {one.name for one in CUT[1:]} == {*CUTTING} - {"limit"}
+
+
+def test_close_lengths_are_counted_together() -> None:
+    assert histogram(np.array([1, 2, 3, 10]), np.array([5, 1, 1, 2]), most=2) == {5: 7, 10: 2}
 
 
 @given(st.lists(st.integers(1, 10**9), min_size=1, max_size=400), st.integers(1, 300))
@@ -67,11 +72,11 @@ def test_an_array_of_lengths(tmp_path: Path) -> None:
 
 def test_many_lengths_are_bounded(tmp_path: Path) -> None:
     found = read_lengths(saved(tmp_path / "l.npy", np.arange(1, 10_000)))
-    assert (len(found) <= MOST, sum(found.values()), max(found)) == (True, 9_999, 9_999)
+    assert (len(found) <= MAX_LENGTHS, sum(found.values()), max(found)) == (True, 9_999, 9_999)
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         ("", r"l\.txt has none"),
         ("length\n", r"l\.txt has none"),
@@ -84,14 +89,14 @@ def test_many_lengths_are_bounded(tmp_path: Path) -> None:
         ("x" * 5000, r"row 2 is"),
     ],
 )
-def test_lines_that_are_no_lengths_are_named(tmp_path: Path, content: str, told: str) -> None:
+def test_lines_that_are_no_lengths_are_named(tmp_path: Path, content: str, message: str) -> None:
     path = written(tmp_path / "l.txt", content)
-    with pytest.raises(MisuseError, match=told):
+    with pytest.raises(MisuseError, match=message):
         read_lengths(path)
 
 
 @pytest.mark.parametrize(
-    ("array", "told"),
+    ("array", "message"),
     [
         (np.array([[1, 2]]), "is 1 x 2 of int64"),
         (np.array([1.0, 2.0]), "is 2 of float64"),
@@ -99,9 +104,9 @@ def test_lines_that_are_no_lengths_are_named(tmp_path: Path, content: str, told:
         (np.array([], dtype=np.int64), r"l\.npy has none"),
     ],
 )
-def test_arrays_that_are_no_lengths_are_named(tmp_path: Path, array: Any, told: str) -> None:
+def test_arrays_that_are_no_lengths_are_named(tmp_path: Path, array: Any, message: str) -> None:
     path = saved(tmp_path / "l.npy", array)
-    with pytest.raises(MisuseError, match=told):
+    with pytest.raises(MisuseError, match=message):
         read_lengths(path)
 
 

@@ -1,6 +1,7 @@
 """The loader: batches in order, microbatches one at a time, the same with workers and after a restart."""
 
 import gc
+import signal
 import time
 import weakref
 from dataclasses import replace
@@ -12,22 +13,23 @@ import psutil
 import pytest
 import torch
 from data.making import numbers, saved, spec, tokens
+from torch.utils.data import DataLoader, TensorDataset
 
-from oomguard.bptt import Microbatch, count_targets
-from oomguard.candidate import Candidate
-from oomguard.data.items import open_items
-from oomguard.data.loader import WORKER_BYTES, Batch, Loader, size_loader
-from oomguard.data.open import open_source
-from oomguard.data.options import DataOptions
-from oomguard.data.order import Bucket, Position
-from oomguard.device.proc import read_status
-from oomguard.errors import MisuseError
-from oomguard.estimate.terms import loader_bytes
-from oomguard.spec import Spec
-from oomguard.step import prepare, step
-from oomguard.units import GIB, MIB
+from oomguard._core.errors import MisuseError
+from oomguard._core.units import GIB, MIB
+from oomguard._data.loader import WORKER_BYTES, Batch, Loader, size_loader
+from oomguard._data.open import open_source
+from oomguard._data.options import DataOptions
+from oomguard._data.order import Position
+from oomguard._data.rows import open_items
+from oomguard._device.proc import read_status
+from oomguard._estimate.terms import loader_bytes
+from oomguard._rnn import Microbatch, count_targets
+from oomguard._spec.candidate import Candidate
+from oomguard._spec.spec import Spec
+from oomguard._step import prepare, step
 
-BUCKETS = (Bucket(longest=3, microbatch=4), Bucket(longest=8, microbatch=2))
+BUCKETS = {3: 4, 8: 2}
 
 
 class Counted:
@@ -82,9 +84,7 @@ def test_every_sequence_comes_once() -> None:
 def test_the_targets_of_a_batch_are_those_that_its_microbatches_have() -> None:
     for head in ("per-step", "last-step"):
         wanted = spec(seq=5, batch=4, head=head)
-        made = Loader(
-            source=open_source(numbers(33, 3), wanted), spec=wanted, buckets=(Bucket(longest=5, microbatch=3),)
-        )
+        made = Loader(source=open_source(numbers(33, 3), wanted), spec=wanted, buckets={5: 3})
         for batch in made.batches():
             assert batch.targets == sum(count_targets(wanted, one) for one in batch.microbatches())
 
@@ -96,18 +96,24 @@ def test_the_targets_are_known_without_reading() -> None:
     assert dataset.asked == []
 
 
+def split_again(batch: Batch, size: int) -> list[Microbatch]:
+    """The batch in microbatches of at most `size` sequences, as the guard's smaller candidates read it."""
+    smaller = replace(batch.loader, buckets={bound: min(size, rows) for bound, rows in BUCKETS.items()})
+    return [smaller.read(part) for part in smaller.order.microbatches(batch.sequences)]
+
+
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_a_batch_can_be_asked_for_again_in_smaller_microbatches(size: int) -> None:
     for batch in loader().batches():
-        whole, pieces = list(batch.microbatches()), list(batch.microbatches(size))
+        whole, pieces = list(batch.microbatches()), split_again(batch, size)
         assert seen(whole) == seen(pieces)
         assert all(one.inputs.shape[1] <= size for one in pieces)
 
 
 def test_microbatches_are_read_one_at_a_time() -> None:
     dataset = Counted()
-    made = loader(source=open_items(dataset, spec(seq=8), DataOptions()))
-    feed = next(made.batches()).microbatches(2)
+    made = loader(source=open_items(dataset, spec(seq=8), DataOptions()), buckets={8: 2})
+    feed = next(made.batches()).microbatches()
     next(feed)
     assert len(dataset.asked) == 2
 
@@ -148,7 +154,7 @@ def test_a_batch_knows_where_training_is_after_it() -> None:
 def test_workers_give_the_same_batches_as_none(tmp_path: Path) -> None:
     wanted = spec(seq=5, batch=4)
     source = open_source(saved(tmp_path / "x.npy", numbers(103, 3)), wanted)
-    made = Loader(source=source, spec=wanted, buckets=(Bucket(longest=5, microbatch=3),), seed=1)
+    made = Loader(source=source, spec=wanted, buckets={5: 3}, seed=1)
     assert all_same(flat(replace(made, workers=2, prefetch=1)), flat(made))
 
 
@@ -167,7 +173,7 @@ def test_a_batch_that_was_split_again_does_not_disturb_the_workers() -> None:
         feed = batch.microbatches()
         if number == 1:  # out of memory in the first microbatch: again, smaller
             assert same(next(feed), expected[1][0])
-            assert seen(list(batch.microbatches(1))) == seen(expected[1])
+            assert seen(split_again(batch, 1)) == seen(expected[1])
         elif number == 2:  # out of memory, and again as it was
             next(feed)
             assert all_same(list(batch.microbatches()), expected[2])
@@ -180,7 +186,7 @@ def test_a_worker_tells_what_is_wrong_with_the_data(tmp_path: Path) -> None:
     series[13, 1] = np.nan
     wanted = spec(seq=5)
     source = open_source(saved(tmp_path / "x.npy", series), wanted)
-    made = Loader(source=source, spec=wanted, buckets=(Bucket(longest=5, microbatch=2),), workers=1)
+    made = Loader(source=source, spec=wanted, buckets={5: 2}, workers=1)
     before = len(children())
     with pytest.raises(MisuseError, match=r"x\.npy, row 13, column 1 is nan"):
         flat(made)
@@ -206,7 +212,7 @@ def test_workers_end_with_the_epoch_and_when_it_is_left(tmp_path: Path) -> None:
 
 def test_what_a_killed_worker_had_to_do_is_done_here() -> None:
     before = {child.pid for child in children()}
-    made = loader(workers=1, buckets=(Bucket(longest=8, microbatch=1),), prefetch=1)
+    made = loader(workers=1, buckets={8: 1}, prefetch=1)
     found = []
     for batch in made.batches():
         for one in batch.microbatches():
@@ -231,11 +237,22 @@ def test_a_worker_that_dies_disturbs_nobody_who_does_not_wait_for_it() -> None:
     running.close()  # type: ignore[attr-defined]
 
 
+def test_workers_leave_the_handler_of_ended_children_as_it_was() -> None:
+    other = iter(DataLoader(TensorDataset(torch.zeros(4)), num_workers=1))  # PyTorch has set its handler by now
+    next(other)
+    before = signal.getsignal(signal.SIGCHLD)
+    running = loader(workers=1).batches()
+    next(running)
+    assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
+    running.close()  # type: ignore[attr-defined]
+    assert signal.getsignal(signal.SIGCHLD) is before is not signal.SIG_DFL
+
+
 def test_memory_of_workers_does_not_grow_over_epochs(tmp_path: Path) -> None:
     wanted = spec(seq=50, batch=32, features=8, outputs=1)
     path = saved(tmp_path / "x.npy", np.ones((40_000, 9), np.float32))
     source = open_source(path, wanted)
-    made = Loader(source=source, spec=wanted, buckets=(Bucket(longest=50, microbatch=8),), workers=1)
+    made = Loader(source=source, spec=wanted, buckets={50: 8}, workers=1)
     peaks = []
     for epoch in range(4):
         running = made.batches(Position(epoch=epoch))
@@ -279,7 +296,8 @@ def test_the_size_of_microbatches_does_not_change_the_gradient() -> None:
         torch.manual_seed(0)
         training = prepare(replace_optimizer(made.spec), Candidate(microbatch=1, accumulation=6))
         batch: Batch = next(made.batches())
-        step(training, batch.microbatches(size), batch.targets)
+        microbatches = batch.microbatches() if size is None else split_again(batch, size)
+        step(training, microbatches, batch.targets)
         return [p.detach() for p in training.model.parameters()]
 
     for one, other in zip(weights(None), weights(1), strict=True):
@@ -290,10 +308,10 @@ def replace_optimizer(wanted: Spec) -> Spec:
     return spec(seq=wanted.seq, batch=wanted.batch, optimizer="sgd")
 
 
-def test_a_sequence_longer_than_the_spec_is_named() -> None:
+def test_a_source_that_was_cut_for_longer_sequences_is_not_loaded() -> None:
     wanted = spec(seq=8)
     source = open_items(Counted(), wanted, DataOptions())
-    with pytest.raises(MisuseError, match=r"\(3 steps\), but sequence \d+ has 8"):
+    with pytest.raises(AssertionError, match="cut for a spec with longer sequences"):
         Loader(source=source, spec=spec(seq=3), buckets=BUCKETS)
 
 
@@ -329,6 +347,10 @@ def test_more_free_memory_never_gives_fewer_workers() -> None:
     assert (found[0], found[-1]) == (0, 4)
 
 
+def test_a_core_is_left_for_the_training() -> None:
+    assert size_loader(Spec(cell="lstm", seq=1000, batch=32), Candidate(microbatch=32), GIB, cores=4) == (3, 2)
+
+
 def test_one_core_gets_no_workers() -> None:
     assert size_loader(tokens(), Candidate(microbatch=1), GIB, cores=1)[0] == 0
 
@@ -336,7 +358,7 @@ def test_one_core_gets_no_workers() -> None:
 def test_reading_leaves_no_memory_behind(tmp_path: Path) -> None:
     wanted = spec(seq=100, batch=8, features=8, outputs=1)
     source = open_source(saved(tmp_path / "x.npy", np.ones((60_000, 9), np.float32)), wanted)
-    made = Loader(source=source, spec=wanted, buckets=(Bucket(longest=100, microbatch=4),))
+    made = Loader(source=source, spec=wanted, buckets={100: 4})
     flat_sizes = []
     for epoch in range(3):
         for batch in made.batches(Position(epoch=epoch)):

@@ -6,14 +6,14 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from data.making import numbers, spec, tokens
+from data.making import spec, tokens
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomguard.data.normalise import Moments, Normaliser, fit_normaliser
-from oomguard.data.open import open_data, open_source
-from oomguard.data.options import DataOptions
-from oomguard.data.source import Array, Source
+from oomguard._data.open import open_data
+from oomguard._data.options import DataOptions
+from oomguard._data.source import Array, Source
+from oomguard._data.values import Moments, Normaliser
 
 
 def noise(*shape: int) -> Array:
@@ -59,12 +59,6 @@ def test_targets_are_normalised_only_if_asked() -> None:
     assert abs(both.train[0][1].mean()) < 5
     assert both.normaliser is not None
     np.testing.assert_allclose(both.normaliser.restored(both.train[0][1]), whole[:4, 2:], rtol=1e-6)
-
-
-def test_only_the_sequences_named_count() -> None:
-    source = open_source(numbers(10, 4, 3), spec())
-    found = fit_normaliser(source, np.array([2, 7]))
-    np.testing.assert_allclose(found.mean, numbers(10, 4, 3)[[2, 7], :, :2].mean(axis=(0, 1)))
 
 
 def test_a_constant_feature_becomes_zero() -> None:

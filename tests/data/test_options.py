@@ -6,13 +6,13 @@ import msgspec
 import pytest
 from data.making import numbers, spec
 
-from oomguard.data.open import open_source
-from oomguard.data.options import DataOptions, check_used
-from oomguard.errors import MisuseError
+from oomguard._core.errors import MisuseError
+from oomguard._data.open import open_source
+from oomguard._data.options import DataOptions, check_used
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         ({"format": "xls"}, "--format must be one of npy, csv, parquet, text, but got 'xls'"),
         ({"nan": "ignore"}, "--nan must be one of error, drop, zero"),
@@ -38,8 +38,8 @@ from oomguard.errors import MisuseError
         ({"validation": float("nan")}, "--validation must be a share"),
     ],
 )
-def test_what_cannot_be_is_refused(fields: dict[str, Any], told: str) -> None:
-    with pytest.raises(MisuseError, match=told):
+def test_what_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(MisuseError, match=message):
         DataOptions(**fields)
 
 

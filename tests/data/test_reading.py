@@ -12,24 +12,22 @@ import pytest
 from data.making import spec, tokens, written
 from pyarrow import parquet
 
-from oomguard.data.cuts import Cuts, whole
-from oomguard.data.lengths import read_lengths
-from oomguard.data.loader import Loader
-from oomguard.data.open import check_source, open_data, open_source
-from oomguard.data.options import DataOptions
-from oomguard.data.order import Bucket
-from oomguard.data.source import RESIDENT_BYTES
-from oomguard.device.proc import PROC, read_sizes, read_text
-from oomguard.units import GIB, MIB
+from oomguard._core.units import GIB, MIB
+from oomguard._data.loader import Loader
+from oomguard._data.open import check_source, open_data, open_source, read_lengths
+from oomguard._data.options import DataOptions
+from oomguard._data.order import Cuts, whole
+from oomguard._data.source import RESIDENT_BYTES
+from oomguard._device.proc import PROC, read_sizes, read_text
 
 linux = pytest.mark.skipif(not (PROC / "self/status").exists(), reason="needs /proc")
 
 CONVERT = """
 import resource, sys
-import pyarrow.csv, pyarrow.parquet, pyarrow.compute, pandas, numpy, oomguard.data.tables
-from oomguard.data.open import open_source
-from oomguard.data.options import DataOptions
-from oomguard.spec import Spec
+import pyarrow.csv, pyarrow.parquet, pyarrow.compute, pandas, numpy, oomguard._data.tables
+from oomguard._data.open import open_source
+from oomguard._data.options import DataOptions
+from oomguard._spec.spec import Spec
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 before = peak()
@@ -61,7 +59,7 @@ def test_a_file_of_four_gib_costs_next_to_nothing(tmp_path: Path) -> None:
     before = anonymous_bytes()
     wanted = spec(seq=1 << 12, features=3)
     data = open_data(path, wanted, DataOptions(normalise="none"))
-    loader = Loader(source=data.train, spec=wanted, buckets=(Bucket(longest=1 << 12, microbatch=4),))
+    loader = Loader(source=data.train, spec=wanted, buckets={1 << 12: 4})
     batch = next(loader.batches())
     assert next(iter(batch.microbatches())).inputs.shape == (1 << 12, 4, 3)
     assert anonymous_bytes() - before < 24 * MIB
@@ -108,8 +106,8 @@ def test_text_of_a_gib_is_mapped(tmp_path: Path) -> None:
 
 
 def large_csv(path: Path) -> Path:
-    dice = np.random.default_rng(0)
-    rows, ids = dice.normal(size=(50_000, 4)).tolist(), dice.integers(0, 50, 50_000)
+    rng = np.random.default_rng(0)
+    rows, ids = rng.normal(size=(50_000, 4)).tolist(), rng.integers(0, 50, 50_000)
     lines = "".join(f"{one},{','.join(map(repr, row))}\n" for one, row in zip(ids, rows, strict=True))
     with (path / "t.csv").open("w") as file:
         file.write("id,a,b,c,y\n")
@@ -120,9 +118,9 @@ def large_csv(path: Path) -> Path:
 
 def large_parquet(path: Path) -> Path:
     """In a single row group, which must not be in memory whole."""
-    dice, rows = np.random.default_rng(0), 4_000_000
-    columns = {name: dice.random(rows) for name in "abcy"}
-    table = pa.table({"id": np.sort(dice.integers(0, 50, rows)), **columns})
+    rng, rows = np.random.default_rng(0), 4_000_000
+    columns = {name: rng.random(rows) for name in "abcy"}
+    table = pa.table({"id": np.sort(rng.integers(0, 50, rows)), **columns})
     parquet.write_table(table, path / "t.parquet", row_group_size=rows, use_dictionary=False)
     return path / "t.parquet"
 
@@ -145,7 +143,7 @@ def test_a_window_costs_nothing_before_it_is_asked_for() -> None:
 
 def test_lengths_are_read_without_torch(tmp_path: Path) -> None:
     path = written(tmp_path / "l.txt", "3\n4\n")
-    code = f"import sys\nfrom oomguard.data.lengths import read_lengths\nprint(read_lengths({str(path)!r}))\n"
+    code = f"import sys\nfrom oomguard._data.open import read_lengths\nprint(read_lengths({str(path)!r}))\n"
     code += "assert not {'torch', 'pyarrow', 'pandas'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == (f"{read_lengths(path)}\n", "")

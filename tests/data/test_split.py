@@ -9,11 +9,11 @@ from data.making import numbers, saved, spec, written
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomguard.data.cuts import BLOCKS
-from oomguard.data.open import Data, open_data
-from oomguard.data.options import DataOptions
-from oomguard.data.source import Source
-from oomguard.errors import MisuseError
+from oomguard._core.errors import MisuseError
+from oomguard._data.open import Data, open_data
+from oomguard._data.options import DataOptions
+from oomguard._data.order import MAX_BLOCKS
+from oomguard._data.source import Source
 
 
 def rows_of(source: Source | None) -> set[float]:
@@ -87,7 +87,7 @@ def test_many_series_are_split_by_series_unless_asked_otherwise() -> None:
 
 def test_a_long_series_split_by_series_gives_blocks_from_all_over_it() -> None:
     data = opened(numbered(10_000), split="series", validation=0.2)
-    chosen = {int(row) // (10_000 // BLOCKS) for row in rows_of(data.validation)}
+    chosen = {int(row) // (10_000 // MAX_BLOCKS) for row in rows_of(data.validation)}
     assert len(chosen) == 20
     assert min(chosen) < 20 <= 80 < max(chosen)
 
@@ -117,7 +117,7 @@ def test_a_table_is_split_by_series(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("array", "options", "told"),
+    ("array", "options", "message"),
     [
         (numbered(1, 4), {}, "at least two, but it has 1"),
         (numbered(6), {"split": "series"}, "two blocks of 5 rows, but it has 6 rows"),
@@ -125,8 +125,8 @@ def test_a_table_is_split_by_series(tmp_path: Path) -> None:
         (numbered(6), {"validation": 0.9}, "the part of .* for training has none"),
     ],
 )
-def test_data_that_is_too_small_to_split_is_refused(array: Any, options: dict[str, Any], told: str) -> None:
-    with pytest.raises(MisuseError, match=told):
+def test_data_that_is_too_small_to_split_is_refused(array: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(MisuseError, match=message):
         opened(array, **options)
 
 

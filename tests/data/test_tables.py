@@ -12,10 +12,10 @@ import pytest
 from data.making import inputs_of, spec, targets_of, tokens, written
 from pyarrow import parquet
 
-from oomguard.data import regroup, source, tables
-from oomguard.data.open import open_source
-from oomguard.data.options import DataOptions
-from oomguard.errors import MisuseError
+from oomguard._core.errors import MisuseError
+from oomguard._data import source, tables
+from oomguard._data.open import open_source
+from oomguard._data.options import DataOptions
 
 TABLE: dict[str, list[Any]] = {
     "shop": ["a", "b", "a", "c", "b", "a"],
@@ -54,10 +54,10 @@ def test_rows_of_one_id_are_one_series_wherever_they_stand(tmp_path: Path, kind:
 def test_rows_are_brought_together_over_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "BLOCK_BYTES", 200)
     monkeypatch.setattr(tables, "ROWS_PER_BLOCK", 1)
-    monkeypatch.setattr(regroup, "CHUNK_ROWS", 16)
+    monkeypatch.setattr(source, "CHUNK_ROWS", 16)
     monkeypatch.setattr(source, "CHUNK_ELEMENTS", 16)
-    dice = np.random.default_rng(0)
-    ids = dice.integers(0, 7, 500)
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 7, 500)
     columns = {"id": ids.tolist(), "a": np.arange(500).tolist(), "b": [0] * 500, "y": (np.arange(500) * 2).tolist()}
     found = open_source(saved(tmp_path, columns, "csv"), spec(seq=500), DataOptions(id="id"))
     firsts = list(dict.fromkeys(ids.tolist()))
@@ -115,7 +115,7 @@ def test_the_header_shows_what_stands_between_columns(tmp_path: Path, mark: str)
 def test_two_processes_may_convert_at_once(tmp_path: Path) -> None:
     path = written(tmp_path / "t.csv", "a,b,y\n" + "1,2,3\n" * 20_000)
     code = (
-        "import sys; from oomguard.data.open import open_source; from oomguard.spec import Spec\n"
+        "import sys; from oomguard._data.open import open_source; from oomguard._spec.spec import Spec\n"
         "source = open_source(sys.argv[1], Spec(cell='gru', seq=10, features=2))\n"
         "assert len(source) == 2000 and source[1999][0].sum() == 30"
     )
@@ -145,13 +145,13 @@ def test_what_is_converted_goes_where_the_user_says(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "t.csv", "a,b,y\n1,2,3\n")
     tmp_path.chmod(0o500)
-    with pytest.raises(MisuseError, match=r"cannot be written.*--cache"):
+    with pytest.raises(MisuseError, match=r"cannot be used.*--cache"):
         open_source(path, spec())
 
 
 def test_a_cache_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "t.csv", "a,b,y\n1,2,3\n")
-    with pytest.raises(MisuseError, match=r"cannot be written \(Not a directory\).*--cache"):
+    with pytest.raises(MisuseError, match=r"cannot be used \(Not a directory\).*--cache"):
         open_source(path, spec(), DataOptions(cache=str(path / "below a file")))
 
 
@@ -163,7 +163,7 @@ def test_a_conversion_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("a,b,y\n1,2,3\n4,x,6\n", r"t\.csv, row 3, column 'b' is 'x'.*--columns"),
         ("a,b,y\n1,2,3\n4,5\n6,7,8\n", r"first \(3\), but .*t\.csv, row 3 has 2"),
@@ -173,15 +173,17 @@ def test_a_conversion_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
         ("a,b,y\n1,2,3\n4,1e300,6\n", r"finite, but .*t\.csv, row 3, column 'b' is 1e\+300"),
         ("1,2,3\n4,nan,6\n", r"row 2, column '1' is nan"),
         ("a,b,y\n", r"t\.csv has none"),
+        ("a" * 200_000, r"t\.csv is not \(field larger than field limit"),
+        ("\n1,2,3\n", r"features \(2\), but .*t\.csv has 0"),
         ("", r"t\.csv has none"),
         ("a,a,y\n1,2,3\n", "has 'a' more than once"),
         ("a,y\n1,2\n", r"Without --target.*t\.csv has 2 input columns"),
         ("a,b,c,d,y\n1,2,3,4,5\n", r"features \(2\), but .*t\.csv has 5: a, b, c, d, y"),
     ],
 )
-def test_what_is_wrong_with_a_csv_is_named(tmp_path: Path, text: str, told: str) -> None:
+def test_what_is_wrong_with_a_csv_is_named(tmp_path: Path, text: str, message: str) -> None:
     path = written(tmp_path / "t.csv", text)
-    with pytest.raises(MisuseError, match=told):
+    with pytest.raises(MisuseError, match=message):
         open_source(path, spec())
 
 
@@ -209,7 +211,7 @@ def test_rows_are_counted_over_blocks(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @KINDS
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"target": ("prize",)}, "no column 'prize'.*Did you mean price"),
         ({"columns": ("x", "z")}, "no column 'z'"),
@@ -217,9 +219,9 @@ def test_rows_are_counted_over_blocks(tmp_path: Path, monkeypatch: pytest.Monkey
         ({"targets": "y.npy"}, "--targets is for npy"),
     ],
 )
-def test_a_missing_column_is_named(tmp_path: Path, kind: str, options: dict[str, Any], told: str) -> None:
+def test_a_missing_column_is_named(tmp_path: Path, kind: str, options: dict[str, Any], message: str) -> None:
     path = saved(tmp_path, TABLE, kind)
-    with pytest.raises(MisuseError, match=told):
+    with pytest.raises(MisuseError, match=message):
         open_source(path, spec(), DataOptions(**options))
 
 
@@ -245,7 +247,7 @@ def test_series_with_a_nan_are_dropped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("columns", "wanted", "told"),
+    ("columns", "wanted", "message"),
     [
         ({"token": [1, 2, 10]}, tokens(), r"0 to 9, but .*t\.csv, row 4, column 'token' is 10"),
         ({"token": [1, "nan", 3]}, tokens(), r"row 3, column 'token' is nan"),
@@ -261,9 +263,9 @@ def test_series_with_a_nan_are_dropped(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_token_or_class_out_of_range_is_named(tmp_path: Path, columns: Any, wanted: Any, told: str) -> None:
+def test_a_token_or_class_out_of_range_is_named(tmp_path: Path, columns: Any, wanted: Any, message: str) -> None:
     path = saved(tmp_path, columns, "csv")
-    with pytest.raises(MisuseError, match=told):
+    with pytest.raises(MisuseError, match=message):
         open_source(path, wanted)
 
 
@@ -302,4 +304,4 @@ def test_a_series_longer_than_the_spec_is_cut_only_if_asked(tmp_path: Path) -> N
     with pytest.raises(MisuseError, match=r"series 0 of .*t\.csv has 3 steps \(1 are too long\)"):
         open_source(path, spec(seq=2), DataOptions(id="shop"))
     found = open_source(path, spec(seq=2), DataOptions(id="shop", truncate=True))
-    assert (found.truncated, found.lengths.tolist()) == (1, [2, 2, 1])
+    assert (found.describe()["truncated"], found.lengths.tolist()) == (1, [2, 2, 1])

@@ -8,10 +8,10 @@ from data.making import inputs_of, spec, targets_of, tokens, written
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomguard.data import text as text_file
-from oomguard.data.open import open_source
-from oomguard.data.options import DataOptions
-from oomguard.errors import MisuseError
+from oomguard._core.errors import MisuseError
+from oomguard._data import files
+from oomguard._data.open import open_source
+from oomguard._data.options import DataOptions
 
 
 def test_bytes_are_tokens_as_they_are(tmp_path: Path) -> None:
@@ -38,16 +38,24 @@ def test_a_given_vocabulary_keeps_its_order(tmp_path: Path) -> None:
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), min_size=2, max_size=60), st.integers(1, 7))
 def test_characters_can_be_read_back_whatever_the_chunks(
-    tmp_path_factory: pytest.TempPathFactory, content: str, chunk_bytes: int
+    tmp_path_factory: pytest.TempPathFactory, content: str, characters: int
 ) -> None:
     path = tmp_path_factory.mktemp("text") / "t.txt"
     path.write_bytes(content.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_file, "CHUNK_BYTES", chunk_bytes)
+        patch.setattr(files, "CHUNK_CHARACTERS", characters)
         found = open_source(path, tokens(vocab=100, seq=7), DataOptions(characters=True))
     vocabulary = found.describe()["vocabulary"]
     read = [token for sequence in inputs_of(found) for token in sequence] + [targets_of(found)[-1][-1]]
     assert "".join(vocabulary[token] for token in read) == content
+
+
+@pytest.mark.parametrize("before", [0, 1, 8191, 8192, 20_000])
+def test_the_place_of_a_byte_that_is_not_utf8_is_counted_from_the_start(tmp_path: Path, before: int) -> None:
+    path = tmp_path / "t.txt"
+    path.write_bytes("é".encode() * before + b"\xff" + b"a" * 9000)
+    with pytest.raises(MisuseError, match=f"byte {2 * before:,} is not UTF-8"):
+        open_source(path, tokens(), DataOptions(characters=True))
 
 
 def test_a_last_step_head_predicts_the_token_after_the_window(tmp_path: Path) -> None:
@@ -56,26 +64,26 @@ def test_a_last_step_head_predicts_the_token_after_the_window(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("content", "wanted", "options", "told"),
+    ("content", "wanted", "options", "message"),
     [
         (b"", tokens(vocab=256), {}, r"t\.txt has none"),
         (b"a", tokens(vocab=256), {}, r"t\.txt has none"),
         (b"abc", spec(), {}, "needs --vocab"),
         (b"abc", tokens(vocab=256, outputs=5), {}, "--outputs of the same size"),
         (b"abc", tokens(), {"vocabulary": "abc"}, "Add --characters"),
-        (b"ab\xffc", tokens(), {"characters": True}, r"t\.txt is not \(byte 2 is no UTF-8"),
-        (b"ab\xc3", tokens(), {"characters": True}, r"byte 2 is no UTF-8"),
+        (b"ab\xffc", tokens(), {"characters": True}, r"t\.txt is not \(byte 2 is not UTF-8"),
+        (b"ab\xc3", tokens(), {"characters": True}, r"byte 2 is not UTF-8"),
         (b"abcdefghijk", tokens(), {"characters": True}, r"t\.txt has 11, and --vocab is 10.*--vocab 11"),
         (b"abcx", tokens(), {"characters": True, "vocabulary": "abc"}, r"t\.txt, character 3 is 'x'"),
         (b"abc\x80", tokens(vocab=128), {}, r"0 to 127, but .*t\.txt, byte 3 is 128"),
     ],
 )
 def test_text_that_cannot_be_learned_is_refused(
-    tmp_path: Path, content: bytes, wanted: Any, options: dict[str, Any], told: str
+    tmp_path: Path, content: bytes, wanted: Any, options: dict[str, Any], message: str
 ) -> None:
     path = tmp_path / "t.txt"
     path.write_bytes(content)
-    with pytest.raises(MisuseError, match=told):
+    with pytest.raises(MisuseError, match=message):
         targets_of(open_source(path, wanted, DataOptions(**options)))
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from oomguard.device import nvml
-from oomguard.device.cuda import built_for_cards
-from oomguard.units import MIB
+from oomguard._core.units import MIB
+from oomguard._device import nvml
+from oomguard._device.cuda import built_for_cards
 
 
 def _count() -> int | None:

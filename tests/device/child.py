@@ -4,12 +4,12 @@ import os
 import subprocess
 import sys
 
-from oomguard.units import MIB
+from oomguard._core.units import MIB
 
 BIG_BYTES = 256 * MIB
 PRELUDE = f"""
 import mmap, resource
-from oomguard.device.cpu import Cpu
+from oomguard._device.cpu import Cpu
 BIG_BYTES = {BIG_BYTES}
 cpu = Cpu()
 def commit(size_bytes=BIG_BYTES):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from device.cards import hold
 
-from oomguard.device.cuda import Cuda
+from oomguard._device.cuda import Cuda
 
 
 @pytest.fixture

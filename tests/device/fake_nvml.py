@@ -7,7 +7,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from oomguard.units import GIB, MIB
+from oomguard._core.units import GIB, MIB
 
 KEPT_BYTES = 400 * MIB
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from oomguard.device import limits
-from oomguard.units import GIB, MIB
+from oomguard._core.units import GIB, MIB
+from oomguard._device import limits
 
 TOTAL_BYTES, AVAILABLE_BYTES = 64 * GIB, 60 * GIB
 ANONYMOUS_BYTES, FILE_BYTES = 100 * MIB, 50 * MIB

@@ -18,8 +18,8 @@ from device.fake_proc import (
     write,
 )
 
-from oomguard.device import limits
-from oomguard.units import GIB, MIB
+from oomguard._core.units import GIB, MIB
+from oomguard._device import limits
 
 # cgroups, version 2
 

@@ -9,11 +9,11 @@ import pytest
 from device.child import BIG_BYTES, PRELUDE, child, numbers
 from device.fake_proc import kib, write
 
-from oomguard.candidate import Candidate
-from oomguard.device import limits, proc
-from oomguard.device.cpu import Cpu, cores, cpu_name, cpu_precisions
-from oomguard.estimate.malloc import ENVIRONMENT
-from oomguard.units import GIB, MIB
+from oomguard._core.units import GIB, MIB
+from oomguard._device import limits, proc
+from oomguard._device.cpu import Cpu, cores, cpu_name, cpu_precisions
+from oomguard._estimate.malloc import ENVIRONMENT
+from oomguard._spec.candidate import Candidate
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets the peak of a process be reset")
 
@@ -82,7 +82,7 @@ def test_without_a_reset_there_is_a_reading_all_the_same() -> None:
 
 
 def test_where_the_peak_cannot_be_reset_it_is_that_of_the_whole_life() -> None:
-    code = "from pathlib import Path; from oomguard.device import cpu as module; kept = touch(); del kept; "
+    code = "from pathlib import Path; from oomguard._device import cpu as module; kept = touch(); del kept; "
     code += "module.PROC = Path('/nowhere'); cpu.reset(); found = cpu.reading(); "
     code += "print(found.peak_bytes - found.now_bytes)"
     assert near(numbers(code)[0], BIG_BYTES)
@@ -143,7 +143,7 @@ def test_another_process_is_watched_from_outside() -> None:
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
-        found = Cpu().watch(other.pid)
+        found = proc.read_status(other.pid)
         other.communicate("\n")
     assert found is not None
     assert BIG_BYTES < found.resident_bytes < 2 * BIG_BYTES
@@ -154,13 +154,13 @@ def test_another_process_is_watched_from_outside() -> None:
 def test_a_process_that_has_ended_is_not_watched_though_nobody_waited_for_it() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as other:
         os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
-        assert Cpu().watch(other.pid) is None
+        assert proc.read_status(other.pid) is None
 
 
 def test_a_process_that_is_gone_is_not_watched() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as other:
         pass
-    assert Cpu().watch(other.pid) is None
+    assert proc.read_status(other.pid) is None
 
 
 # what a candidate asks for
@@ -190,7 +190,7 @@ def test_the_environment_reaches_glibc() -> None:
 def test_the_engine_is_switched_in_the_running_process(engine: str | None, enabled: int) -> None:
     code = f"""
 import torch
-from oomguard.candidate import Candidate
+from oomguard._spec.candidate import Candidate
 cpu.settle(Candidate(microbatch=1, engine={engine!r}, threads=1))
 print(int(torch._C._get_mkldnn_enabled()), torch.get_num_threads())
 """
@@ -271,6 +271,6 @@ def test_where_affinity_cannot_be_asked_all_processors_count(monkeypatch: pytest
 
 
 def test_a_process_that_is_bound_to_one_processor_has_one_core() -> None:
-    code = "import os; from oomguard.device.cpu import cores; "
+    code = "import os; from oomguard._device.cpu import cores; "
     code += "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); print(cores())"
     assert child(code) == "1"

@@ -5,7 +5,7 @@ import sys
 import pytest
 from device.child import BIG_BYTES, PRELUDE, child, numbers
 
-from oomguard.units import GIB, MIB
+from oomguard._core.units import GIB, MIB
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux enforces RLIMIT_DATA")
 

@@ -7,11 +7,11 @@ import pytest
 from device.cards import COUNT, NEAR_BYTES, hold, near, one_card, two_cards
 from device.child import BIG_BYTES, child
 
-from oomguard.candidate import Candidate
-from oomguard.device import open_device
-from oomguard.device.cuda import EXPANDABLE, MOST_CONTEXTS, Cuda
-from oomguard.errors import MisuseError
-from oomguard.units import GIB
+from oomguard._core.errors import MisuseError
+from oomguard._core.units import GIB
+from oomguard._device import open_device
+from oomguard._device.cuda import EXPANDABLE, MOST_CONTEXTS, Cuda
+from oomguard._spec.candidate import Candidate
 
 pytestmark = [pytest.mark.gpu, one_card]
 
@@ -40,7 +40,7 @@ def test_a_card_that_is_not_there_is_refused_with_those_that_are(monkeypatch: py
 
 
 def test_opening_a_card_and_asking_its_budget_imports_no_torch() -> None:
-    code = "import sys; from oomguard.device import open_device; card = open_device('cuda'); card.budget(); "
+    code = "import sys; from oomguard._device import open_device; card = open_device('cuda'); card.budget(); "
     code += "card.title(); card.precisions(); print('torch' in sys.modules)"
     assert child(code) == "False"
 
@@ -68,7 +68,7 @@ def test_what_a_neighbour_takes_is_lost(cuda: Cuda, neighbour: Callable[[int], N
     neighbour(BIG_BYTES)
     after = cuda.budget()
     lost_bytes = before.limit_bytes - after.limit_bytes
-    assert BIG_BYTES - NEAR_BYTES < lost_bytes < BIG_BYTES + MOST_CONTEXTS * cuda.present().known.context_bytes
+    assert BIG_BYTES - NEAR_BYTES < lost_bytes < BIG_BYTES + MOST_CONTEXTS * cuda.status().known.context_bytes
 
 
 def test_a_neighbour_that_leaves_gives_the_budget_back(cuda: Cuda, neighbour: Callable[[int], None]) -> None:
@@ -111,7 +111,7 @@ def test_the_card_is_the_one_torch_shows(monkeypatch: pytest.MonkeyPatch, cuda: 
     if blind:
         monkeypatch.setitem(sys.modules, "pynvml", None)
     about = torch.cuda.get_device_properties(0)
-    assert (cuda.title(), cuda.present().compute_capability) == (about.name, (about.major, about.minor))
+    assert (cuda.title(), cuda.status().compute_capability) == (about.name, (about.major, about.minor))
     assert ("bf16" in cuda.precisions()) == (about.major >= 8)
 
 
@@ -140,7 +140,7 @@ def test_a_reset_forgets_the_peak_before_it(cuda: Cuda) -> None:
 
 def test_the_peak_counts_the_context_as_the_card_does(cuda: Cuda) -> None:
     kept = hold(BIG_BYTES)
-    found, own_bytes = cuda.reading(), cuda.present().own_bytes
+    found, own_bytes = cuda.reading(), cuda.status().own_bytes
     if not own_bytes:
         pytest.skip("NVML does not say here what this process holds")
     assert near(found.now_bytes, own_bytes)
@@ -153,7 +153,7 @@ def test_without_nvml_the_context_is_what_nobody_else_uses_or_the_usual(
 ) -> None:
     found = cuda.reading().runtime_bytes
     no_nvml.undo()
-    assert 0 < found <= MOST_CONTEXTS * cuda.present().known.context_bytes
+    assert 0 < found <= MOST_CONTEXTS * cuda.status().known.context_bytes
 
 
 def test_where_nvml_lists_no_process_the_context_is_what_nobody_else_uses_or_the_usual(
@@ -162,14 +162,14 @@ def test_where_nvml_lists_no_process_the_context_is_what_nobody_else_uses_or_the
     for kind in ("Compute", "Graphics"):
         monkeypatch.setattr(f"pynvml.nvmlDeviceGet{kind}RunningProcesses", lambda handle: [])
     found = cuda.reading().runtime_bytes
-    assert cuda.present().holders == ()
-    assert 0 < found <= MOST_CONTEXTS * cuda.present().known.context_bytes
+    assert cuda.status().holders == ()
+    assert 0 < found <= MOST_CONTEXTS * cuda.status().known.context_bytes
 
 
 def test_without_nvml_a_neighbour_that_is_not_listed_is_not_taken_for_the_context(
     cuda: Cuda, neighbour: Callable[[int], None], no_nvml: pytest.MonkeyPatch
 ) -> None:
-    usual_bytes = cuda.present().known.context_bytes
+    usual_bytes = cuda.status().known.context_bytes
     neighbour(MOST_CONTEXTS * usual_bytes)
     assert cuda.reading().runtime_bytes == usual_bytes
     no_nvml.undo()
@@ -212,7 +212,7 @@ def test_the_engine_is_switched_in_the_running_process(cuda: Cuda, engine: str |
 
 def test_the_users_settings_reach_the_allocator_with_ours() -> None:
     own = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64", "PYTORCH_ALLOC_CONF": "max_split_size_mb:128"}
-    code = "from oomguard.device.cuda import Cuda; from oomguard.candidate import Candidate; "
+    code = "from oomguard._device.cuda import Cuda; from oomguard._spec.candidate import Candidate; "
     code += "print(Cuda(0).environment(Candidate(microbatch=1, allocator='expandable'))['PYTORCH_CUDA_ALLOC_CONF'])"
     settings = child(code, **own)
     both = dict.fromkeys(own, settings)
@@ -231,5 +231,5 @@ def test_two_cards_are_two_devices(cuda: Cuda) -> None:
     other.unlimit()
     assert other.reading().peak_bytes == before.peak_bytes
     assert cuda.reading().peak_bytes - other.reading().peak_bytes > BIG_BYTES // 2
-    assert cuda.present().uuid != other.present().uuid
+    assert cuda.status().uuid != other.status().uuid
     del kept

@@ -4,8 +4,8 @@ import pytest
 from device.cards import NEAR_BYTES, hold, one_card
 from device.child import BIG_BYTES, child
 
-from oomguard.device.cuda import Cuda
-from oomguard.units import MIB
+from oomguard._core.units import MIB
+from oomguard._device.cuda import Cuda
 
 pytestmark = [pytest.mark.gpu, one_card]
 
@@ -60,7 +60,7 @@ def test_a_limit_can_be_raised_again(cuda: Cuda) -> None:
 def test_an_inherited_share_is_never_raised() -> None:
     code = f"""
 import torch
-from oomguard.device.cuda import Cuda
+from oomguard._device.cuda import Cuda
 total_bytes = torch.cuda.get_device_properties(0).total_memory
 torch.cuda.set_per_process_memory_fraction({BIG_BYTES} / total_bytes, 0)
 cuda = Cuda(0)

@@ -10,10 +10,10 @@ from device.fake_proc import ANONYMOUS_BYTES, AVAILABLE_BYTES, DATA_BYTES, kib, 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomguard.device import limits
-from oomguard.device.budget import Budget, Limit
-from oomguard.errors import MisuseError
-from oomguard.units import GIB, MIB
+from oomguard._core.errors import MisuseError
+from oomguard._core.units import GIB, MIB
+from oomguard._device import limits
+from oomguard._device.budget import Budget, Limit
 
 
 def test_without_cgroups_free_ram_and_what_the_process_holds_of_it_is_the_budget(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_under_strict_overcommit_the_commit_limit_counts_less_the_kernels_reserv
 
 PRELUDE = """
 import mmap, resource, sys
-from oomguard.device import limits
+from oomguard._device import limits
 def left(name):
     return next(limit for limit in limits.budget().limits if limit.name == name).left_bytes
 def commit(size_bytes):

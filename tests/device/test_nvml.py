@@ -9,17 +9,17 @@ import pytest
 from device.cards import COUNT, no_driver, one_card, two_cards
 from device.fake_nvml import KEPT_BYTES, answer, card, process
 
-from oomguard.device import limits, nvml
-from oomguard.device.budget import Budget
-from oomguard.device.cuda import Cuda
-from oomguard.errors import MisuseError
-from oomguard.units import GIB, MIB
+from oomguard._core.errors import MisuseError
+from oomguard._core.units import GIB, MIB
+from oomguard._device import limits, nvml
+from oomguard._device.budget import Budget
+from oomguard._device.cuda import Cuda
 
 UUIDS = ["GPU-aa11", "GPU-ab22", "GPU-cc33"]
 
 
 def budget(index: int = 0) -> Budget:
-    return nvml.present(index).budget(f"cuda:{index}")
+    return nvml.card_status(index).budget(f"cuda:{index}")
 
 
 # without a driver
@@ -40,11 +40,11 @@ def test_without_a_driver_the_message_says_what_is_missing_and_what_to_do() -> N
 def test_without_the_binding_the_message_says_so(plain: pytest.MonkeyPatch) -> None:
     plain.setitem(sys.modules, "pynvml", None)
     with pytest.raises(MisuseError, match="NVML's binding could not be imported"):
-        nvml.present()
+        nvml.card_status()
 
 
 def test_importing_the_module_imports_neither_torch_nor_nvml() -> None:
-    code = "import sys, oomguard.device.nvml; print(sorted({'torch', 'pynvml', 'numpy'} & set(sys.modules)))"
+    code = "import sys, oomguard._device.nvml; print(sorted({'torch', 'pynvml', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
@@ -79,7 +79,7 @@ def test_cards_are_chosen_and_ordered_as_cuda_does(setting: str | None, shown: l
 def test_an_index_counts_among_the_visible_cards(plain: pytest.MonkeyPatch) -> None:
     answer(plain, *(card(uuid) for uuid in UUIDS))
     plain.setenv("CUDA_VISIBLE_DEVICES", "2,1")
-    assert (nvml.count(), nvml.present(0).uuid) == (2, UUIDS[2])
+    assert (nvml.count(), nvml.card_status(0).uuid) == (2, UUIDS[2])
 
 
 @pytest.mark.parametrize("index", [2, -1])
@@ -111,7 +111,7 @@ def test_cards_of_several_kinds_are_told_apart_by_slot_or_uuid(
 ) -> None:
     answer(plain, card(UUIDS[0], name="GTX 1080"), card(UUIDS[1], name="RTX 3090"))
     plain.setenv(name, value)
-    assert nvml.present().name == "GTX 1080"
+    assert nvml.card_status().name == "GTX 1080"
 
 
 # how much
@@ -145,7 +145,7 @@ def test_the_source_names_who_else_holds_memory(plain: pytest.MonkeyPatch) -> No
 
 def test_a_process_that_computes_and_draws_counts_once(plain: pytest.MonkeyPatch) -> None:
     answer(plain, card(free=10 * GIB, processes=[process(os.getpid(), GIB)]))
-    assert nvml.present().own_bytes == GIB
+    assert nvml.card_status().own_bytes == GIB
 
 
 def test_where_processes_are_not_told_apart_all_that_is_used_counts_as_taken(plain: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_of_a_divided_card_the_part_counts(plain: pytest.MonkeyPatch, setting: s
     answer(plain, card(parts=[card("MIG-dd44", total=5 * GIB, free=4 * GIB)]))
     if setting is not None:
         plain.setenv("CUDA_VISIBLE_DEVICES", setting)
-    found = nvml.present()
+    found = nvml.card_status()
     assert (found.uuid, found.free_bytes, found.compute_capability) == ("MIG-dd44", 4 * GIB, (8, 0))
 
 
@@ -194,7 +194,7 @@ def test_of_a_divided_card_the_part_counts(plain: pytest.MonkeyPatch, setting: s
 def test_the_name_is_the_one_torch_gives() -> None:
     import torch
 
-    assert nvml.present().name == torch.cuda.get_device_name(0)
+    assert nvml.card_status().name == torch.cuda.get_device_name(0)
 
 
 @pytest.mark.gpu
@@ -202,7 +202,7 @@ def test_the_name_is_the_one_torch_gives() -> None:
 def test_the_compute_capability_is_the_one_torch_gives() -> None:
     import torch
 
-    assert nvml.present().compute_capability == torch.cuda.get_device_capability(0)
+    assert nvml.card_status().compute_capability == torch.cuda.get_device_capability(0)
 
 
 @pytest.mark.gpu
@@ -231,7 +231,7 @@ def test_a_tensor_on_the_card_does_not_shrink_this_processs_budget() -> None:
     torch.ones(1, device="cuda")  # makes the context
     before = budget().limit_bytes
     kept = torch.ones(512 * MIB, dtype=torch.uint8, device="cuda")
-    if nvml.present().own_bytes == 0:
+    if nvml.card_status().own_bytes == 0:
         pytest.skip("NVML does not say here what this process holds")
     assert budget().limit_bytes == pytest.approx(before, abs=256 * MIB)
     assert kept.is_cuda
@@ -249,9 +249,9 @@ def test_there_are_as_many_cards_as_torch_shows() -> None:
 @two_cards
 def test_cards_in_another_order_are_those_that_torch_shows() -> None:
     code = (
-        "import torch; from oomguard.device import nvml; "
+        "import torch; from oomguard._device import nvml; "
         "print(*(torch.cuda.get_device_properties(i).uuid for i in (0, 1))); "
-        "print(*(nvml.present(i).uuid.removeprefix('GPU-') for i in (0, 1)))"
+        "print(*(nvml.card_status(i).uuid.removeprefix('GPU-') for i in (0, 1)))"
     )
     order = {"CUDA_VISIBLE_DEVICES": "1,0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     run = subprocess.run(

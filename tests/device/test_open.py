@@ -10,14 +10,14 @@ from device.cards import BUILT, built, no_driver, not_built
 from device.child import child
 from device.fake_nvml import answer, card, fail, process
 
-from oomguard.candidate import Candidate
-from oomguard.device import card_index, cuda, open_device
-from oomguard.device.cpu import Cpu
-from oomguard.device.cuda import EXPANDABLE, SETTINGS, Cuda
-from oomguard.device.survey import NO_CUDA, survey
-from oomguard.errors import MisuseError
-from oomguard.estimate import gpus
-from oomguard.units import GIB
+from oomguard._core.errors import MisuseError
+from oomguard._core.units import GIB
+from oomguard._device import card_index, cuda, open_device
+from oomguard._device.cpu import Cpu
+from oomguard._device.cuda import EXPANDABLE, SETTINGS, Cuda
+from oomguard._device.find import NO_CUDA, present_devices
+from oomguard._estimate import cards
+from oomguard._spec.candidate import Candidate
 
 # by name
 
@@ -53,13 +53,15 @@ def test_without_a_driver_the_message_says_so() -> None:
 
 
 def test_the_build_is_known_without_importing_torch() -> None:
-    code = "import sys; from oomguard.device.cuda import built_for_cards; before = built_for_cards(); "
+    code = "import sys; from oomguard._device.cuda import built_for_cards; before = built_for_cards(); "
     code += "print('torch' in sys.modules); import torch; print(before == (torch.backends.cuda.is_built()))"
     assert child(code).split() == ["False", "True"]
 
 
 def test_opening_the_cpu_and_reading_it_imports_no_torch() -> None:
-    code = "import sys; from oomguard.device import open_device; cpu = open_device('cpu'); cpu.reset(); cpu.reading(); "
+    code = (
+        "import sys; from oomguard._device import open_device; cpu = open_device('cpu'); cpu.reset(); cpu.reading(); "
+    )
     code += "cpu.budget(); cpu.enforce(1 << 40); cpu.release(); cpu.wait(); print('torch' in sys.modules)"
     assert child(code) == "False"
 
@@ -70,23 +72,23 @@ def test_opening_the_cpu_and_reading_it_imports_no_torch() -> None:
 def test_a_card_is_named_and_sized_through_nvml_alone(plain: pytest.MonkeyPatch) -> None:
     answer(plain, card(name="NVIDIA L4", free=10 * GIB, processes=[process(4711, 3 * GIB)]))
     one = Cuda(0)
-    assert (one.name, one.torch_device, one.title()) == ("cuda:0", "cuda:0", "NVIDIA L4")
+    assert (one.name, one.title()) == ("cuda:0", "NVIDIA L4")
     assert one.budget().limit_bytes == 10 * GIB
 
 
 def test_what_torch_reserved_is_not_lost_where_processes_are_not_listed(plain: pytest.MonkeyPatch) -> None:
     answer(plain, card(free=10 * GIB))
-    assert Cuda(0).present().budget("cuda:0", 2 * GIB).limit_bytes == 12 * GIB
+    assert Cuda(0).status().budget("cuda:0", 2 * GIB).limit_bytes == 12 * GIB
 
 
 def test_what_nvml_lists_and_what_torch_reserved_are_not_added_up(plain: pytest.MonkeyPatch) -> None:
     answer(plain, card(free=10 * GIB, processes=[process(os.getpid(), 3 * GIB)]))
-    assert Cuda(0).present().budget("cuda:0", 2 * GIB).limit_bytes == 13 * GIB
+    assert Cuda(0).status().budget("cuda:0", 2 * GIB).limit_bytes == 13 * GIB
 
 
 @pytest.mark.parametrize(
     ("capability", "precisions"),
-    [((5, 2), ("fp32",)), ((7, 5), ("fp32", "fp16")), ((8, 0), ("fp32", "fp16", "bf16"))],
+    [((5, 2), ("fp32",)), ((7, 5), ("fp32", "fp16")), ((8, 0), ("fp32", "bf16", "fp16"))],
 )
 def test_the_capability_tells_what_a_card_computes_in(
     plain: pytest.MonkeyPatch, capability: tuple[int, int], precisions: tuple[str, ...]
@@ -97,8 +99,8 @@ def test_the_capability_tells_what_a_card_computes_in(
 
 def test_a_card_is_known_by_its_name_but_for_its_capability(plain: pytest.MonkeyPatch) -> None:
     answer(plain, card(name="NVIDIA A100-SXM4-40GB", capability=(9, 0)))
-    known = Cuda(0).present().known
-    assert (known.name, known.context_bytes) == ("a100-40gb", gpus.CONTEXT_BYTES["from sm 9"])
+    known = Cuda(0).status().known
+    assert (known.name, known.context_bytes) == ("a100-40gb", cards.CONTEXT_BYTES["from sm 9"])
 
 
 def test_the_driver_is_the_one_that_nvml_names(plain: pytest.MonkeyPatch) -> None:
@@ -161,29 +163,30 @@ def test_expandable_segments_are_added_to_the_users_settings(
 
 
 @no_driver
-def test_without_a_driver_the_survey_says_so_and_has_the_cpu() -> None:
-    found = survey()
-    assert [one.budget.device for one in found.devices] == ["cpu"]
-    assert found.note is not None
-    assert "NVML could not be loaded" in found.note
+def test_without_a_driver_only_the_cpu_is_present_and_a_note_says_why() -> None:
+    devices, note = present_devices()
+    assert [device.name for device in devices] == ["cpu"]
+    assert note is not None
+    assert "NVML could not be loaded" in note
 
 
-def test_the_survey_of_cards_that_are_hidden_names_what_hides_them(plain: pytest.MonkeyPatch) -> None:
+def test_the_note_on_hidden_cards_names_what_hides_them(plain: pytest.MonkeyPatch) -> None:
     answer(plain, card())
     plain.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert "there is no card under CUDA_VISIBLE_DEVICES=''" in (survey().note or "")
+    assert "there is no card under CUDA_VISIBLE_DEVICES=''" in (present_devices()[1] or "")
 
 
-def test_the_survey_tells_whether_torch_can_use_the_cards(plain: pytest.MonkeyPatch) -> None:
+def test_the_note_tells_whether_torch_can_use_the_cards(plain: pytest.MonkeyPatch) -> None:
     answer(plain, card())
-    assert survey().note == (None if BUILT else NO_CUDA)
+    assert present_devices()[1] == (None if BUILT else NO_CUDA)
 
 
-def test_the_survey_has_every_card_with_its_precisions(plain: pytest.MonkeyPatch) -> None:
+def test_every_card_is_present_with_its_precisions(plain: pytest.MonkeyPatch) -> None:
     answer(plain, card("GPU-aa11"), card("GPU-bb22"))
-    assert [one.precisions for one in survey().devices[1:]] == [("fp32", "fp16", "bf16")] * 2
+    assert [device.precisions() for device in present_devices()[0][1:]] == [("fp32", "bf16", "fp16")] * 2
 
 
-def test_the_survey_imports_no_torch() -> None:
-    code = "import sys; from oomguard.device.survey import survey; survey(); print('torch' in sys.modules)"
+def test_finding_the_devices_imports_no_torch() -> None:
+    code = "import sys; from oomguard._device.find import present_devices; present_devices(); "
+    code += "print('torch' in sys.modules)"
     assert child(code) == "False"

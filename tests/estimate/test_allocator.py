@@ -1,10 +1,11 @@
 """The caching allocator's rounding, splitting and reserving. Whole training steps are in test_cudnn.py."""
 
 import pytest
+from estimate.cuda_allocator import SMALL_BYTES, Cache, Event, replay, segment_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomguard.estimate.allocator import SMALL_BYTES, Cache, Event, block_bytes, replay, segment_bytes
+from oomguard._estimate.malloc import block_bytes
 
 MIB = 1 << 20
 

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from oomguard.estimate.call import Call
-from oomguard.estimate.engines import native, onednn
-from oomguard.estimate.malloc import ENVIRONMENT, THRESHOLD_BYTES, in_heap, mapped_bytes
+from oomguard._estimate.call import Call
+from oomguard._estimate.engines import native, onednn
+from oomguard._estimate.malloc import ENVIRONMENT, THRESHOLD_BYTES, in_heap, mapped_bytes
 
 
 def lstm(inputs: int = 64, directions: int = 1) -> Call:

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from oomguard.candidate import make_candidate
-from oomguard.estimate.breakdown import Estimate, estimate_step
-from oomguard.estimate.margin import margin_bytes
-from oomguard.estimate.place import CPU, CPU_RUNTIME_BYTES
-from oomguard.presets import make_spec
-from oomguard.units import GIB, MIB
+from oomguard._core.units import GIB, MIB
+from oomguard._estimate.breakdown import Estimate, estimate_step, margin_bytes
+from oomguard._estimate.target import CPU, CPU_RUNTIME_BYTES
+from oomguard._spec.candidate import make_candidate
+from oomguard._spec.read import make_spec
 
 STORED = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu_peaks.csv"
 ROWS = [
@@ -27,7 +26,7 @@ def estimated(row: dict[str, str]) -> Estimate:
 
 
 def errors(rows: list[dict[str, str]]) -> list[float]:
-    return [estimated(row).growth_bytes / int(row["growth_bytes"]) - 1 for row in rows]
+    return [int(estimated(row).growth_bytes) / int(row["growth_bytes"]) - 1 for row in rows]
 
 
 def values(field: str, key: str) -> set[Any]:

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomguard.candidate import Candidate, make_candidate
-from oomguard.estimate import terms
-from oomguard.model import build, trainable
-from oomguard.spec import Optimizer, Spec
-from oomguard.step import make_optimizer
+from oomguard._estimate import terms
+from oomguard._rnn.model import build, trainable
+from oomguard._spec.candidate import Candidate, make_candidate
+from oomguard._spec.spec import Optimizer, Spec
+from oomguard._step import make_optimizer
 
 SPECS = [
     Spec(cell="lstm", seq=5, features=3, hidden=8, layers=2),
@@ -94,7 +94,7 @@ def test_padded_tokens_are_all_of_the_longest_length() -> None:
 
 @given(st.lists(st.integers(1, 1 << 50), min_size=1, max_size=20))
 def test_pinned_sizes_are_the_next_power_of_two(sizes: list[int]) -> None:
-    rounded = terms.power_of_two(np.array(sizes))
+    rounded = np.asarray(terms.power_of_two(np.array(sizes)))
     assert list(rounded) == [terms.power_of_two(size) for size in sizes]
     assert all(size <= power < 2 * size for size, power in zip(sizes, rounded, strict=True))
     assert all(math.log2(power).is_integer() for power in rounded)

@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 
 import oomguard
-from oomguard.plan.value import Bought, Plan
-from oomguard.probe.record import Record
-from oomguard.probe.verdict import Verdict
-from oomguard.units import GIB, MIB
+from oomguard._core.units import GIB, MIB
+from oomguard._plan.value import LossyGain, Plan
+from oomguard._probe.record import Record
+from oomguard._probe.verdict import Verdict
 
 CARD = "a100-80gb"
 
@@ -74,7 +74,7 @@ def lossy(exact: bool = True, *, fits: bool = False) -> Plan:
     """With bf16, which bought something, or without which nothing fits, or was searched."""
     plan = measured(reckoned(precision="bf16", allow="precision"))
     other = msgspec.structs.replace(plan.candidate, precision="fp32", segments=7) if exact else None
-    bought = Bought(
+    bought = LossyGain(
         knob="precision",
         value="bf16",
         exact=other,

@@ -6,29 +6,29 @@ from typing import Any
 
 from search.machine import TITLE, Machine, make_problem, solve
 
-from oomguard.candidate import Candidate
-from oomguard.device.budget import Budget, Limit
-from oomguard.estimate import gpus
-from oomguard.estimate.place import on_card
-from oomguard.plan.make import Facts, make_plan
-from oomguard.plan.value import Plan
-from oomguard.probe.record import Record
-from oomguard.search.problem import Problem
-from oomguard.search.run import Found
-from oomguard.search.space import Here, make_space
-from oomguard.spec import Spec
-from oomguard.units import GIB, MIB
+from oomguard._core.units import GIB, MIB
+from oomguard._device.budget import Limit
+from oomguard._estimate import cards
+from oomguard._estimate.target import on_card
+from oomguard._plan.make import make_plan
+from oomguard._plan.value import Environment, Plan
+from oomguard._probe.record import Record, torch_version
+from oomguard._search.run import SearchResult
+from oomguard._search.space import Choices, Problem, make_space
+from oomguard._spec.candidate import Candidate
+from oomguard._spec.spec import Spec
 
 LSTM = Spec(cell="lstm", seq=4000)
 GRU = Spec(cell="gru", seq=1000, hidden=128, batch=64)
-CARD = on_card(gpus.card("t4"))
+CARD = on_card(cards.card("t4"))
 
 
 def on_the_card(spec: Spec, budget_bytes: int, **more: Any) -> Problem:
     """A problem on a card that computes in fp16 too."""
-    here, allow = Here(precisions=("fp32", "fp16"), fixed=more.pop("fixed", {})), more.pop("allow", ("precision",))
-    space = make_space(spec, CARD, budget_bytes, here, allow)
-    return Problem(spec=spec, place=CARD, space=space, budget_bytes=budget_bytes, **more)
+    usual: dict[str, Any] = {"precisions": ("fp32", "fp16"), "allow": ("precision",)}
+    own = {name: more.pop(name) for name in ("fixed", "allow") if name in more}
+    space = make_space(spec, CARD, budget_bytes, Choices(**usual | own))
+    return Problem(spec=spec, target=CARD, space=space, budget_bytes=budget_bytes, **more)
 
 
 PROBLEMS: dict[str, Problem] = {
@@ -41,21 +41,24 @@ PROBLEMS: dict[str, Problem] = {
 }
 
 
-def make(problem: Problem, records: list[Record], allow: tuple[str, ...] = ("precision",), **more: Any) -> Plan | None:
-    """The plan of what was found."""
+def make(problem: Problem, records: list[Record], **more: Any) -> Plan | None:
+    """The plan of a search's records."""
     memory = Limit(name="all", limit_bytes=64 * GIB, used_bytes=0, held_bytes=0, unit="resident", source="a test")
-    facts = Facts(
-        version="0",
-        title=TITLE,
+    libraries = [one.library for one in records if one.library is not None]
+    environment = Environment(
+        oomguard="0",
+        torch=torch_version(),
+        library=libraries[-1] if libraries else None,
         driver=None,
+        python="3",
+        system="a test",
+        device=problem.target.device,
+        title=TITLE,
         cores=2,
-        budget=Budget(device="cpu", limits=(memory,)),
-        asked_budget_bytes=None,
-        allow=allow,
-        fixed={},
+        limits=(memory,),
     )
-    found = Found(problem=problem, records=tuple(records), ended="done", seconds=1.0)
-    return make_plan(replace(found, **more), facts, exports)
+    result = SearchResult(problem=problem, records=tuple(records), ended="done", seconds=1.0)
+    return make_plan(replace(result, **more), environment, exports)
 
 
 def exports(candidate: Candidate) -> dict[str, str]:
@@ -66,7 +69,7 @@ def exports(candidate: Candidate) -> dict[str, str]:
 def searched(name: str) -> tuple[Problem, tuple[Record, ...], Plan]:
     """A problem, what was run for it, and its plan."""
     problem = PROBLEMS[name]
-    records = solve(Machine(ratio=1.03, effects={0: 0.2}, place=problem.place), problem)
+    records = solve(Machine(ratio=1.03, effects={0: 0.2}, target=problem.target), problem)
     plan = make(problem, records)
     assert plan is not None
     return problem, tuple(records), plan

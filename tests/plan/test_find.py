@@ -9,14 +9,14 @@ from search.rig import Rig
 from strategies import attempt, has_three_beats
 
 import oomguard
-from oomguard.asked import find_budget
-from oomguard.errors import MisuseError
-from oomguard.estimate.place import resident_within
-from oomguard.plan import find
-from oomguard.plan.find import Question
-from oomguard.search.run import Limits
-from oomguard.spec import Spec
-from oomguard.units import GIB, MIB
+from oomguard._core.errors import MisuseError
+from oomguard._core.units import GIB, MIB
+from oomguard._device.find import find_budget
+from oomguard._estimate.target import resident_within
+from oomguard._plan import find
+from oomguard._plan.find import Question
+from oomguard._search.run import Limits
+from oomguard._spec.spec import Spec
 
 GRU = Spec(cell="gru", seq=1000, hidden=128, batch=64)
 FIXED: dict[str, Any] = {"threads": 2, "allocator": "steady"}
@@ -39,7 +39,10 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
         ({"devices": ("cpu", "cuda:x")}, "takes the card's number"),
         ({"maximize": ()}, "--maximize takes one aim or several different ones, but got ''"),
         ({"maximize": ("seq", "seq")}, "but got 'seq,seq'. Write it as throughput or throughput,seq."),
-        ({"maximize": ("sequence",)}, "--maximize takes throughput, microbatch, seq, but got 'sequence'. Did you mean"),
+        (
+            {"maximize": ("sequence",)},
+            "must be one of throughput, microbatch, seq, but got 'sequence'. Did you mean seq?",
+        ),
         ({"allow": ("bf16",)}, "--allow takes precision, window, 8bit, or none, but got 'bf16'"),
         ({"fixed": {"precision": "bf16"}, "allow": ()}, "A lossy knob is turned only if it is allowed"),
         ({"fixed": {"window": 10}}, "got --window and not --allow window"),
@@ -172,11 +175,11 @@ def test_committed_bytes_that_are_limited_lower_the_budget(rig: Rig) -> None:
 def test_an_inherited_rlimit_lowers_what_is_free() -> None:
     code = f"""
 import resource
-from oomguard.probe.runner import Runner
-from oomguard.search.run import free_for
-before = free_for(Runner("cpu"))
+from oomguard._probe.runner import Runner
+from oomguard._search.run import usable_bytes
+before = usable_bytes(Runner("cpu").free())
 resource.setrlimit(resource.RLIMIT_DATA, ({GIB}, {GIB}))
-print(before, free_for(Runner("cpu")))
+print(before, usable_bytes(Runner("cpu").free()))
 """
     before, after = map(int, child(code).split())
     assert after <= resident_within(GIB)
@@ -203,7 +206,7 @@ def test_the_search_is_limited_as_asked(rig: Rig) -> None:
 
 def test_devices_of_two_kinds_do_not_search_together(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     titles = iter(["one", "another"] * 9)
-    monkeypatch.setattr("oomguard.device.cpu.cpu_name", lambda: next(titles))
+    monkeypatch.setattr("oomguard._device.cpu.cpu_name", lambda: next(titles))
     with pytest.raises(MisuseError, match="must be different ones of one kind"):
         oomguard.find_feasible_config(GRU, device="cpu,cpu")
 

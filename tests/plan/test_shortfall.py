@@ -11,14 +11,13 @@ from search.machine import Machine, make_problem, solve
 from search.rig import Rig
 
 import oomguard
-from oomguard.plan.shortfall import MOST, Asked, NothingFitsError, Shortfall, explain
-from oomguard.probe.verdict import Verdict
-from oomguard.search.problem import Problem
-from oomguard.search.screen import screen
-from oomguard.search.shorten import with_steps
-from oomguard.search.space import Here
-from oomguard.spec import Spec
-from oomguard.units import GIB, MIB, format_bytes
+from oomguard._core.units import GIB, MIB, format_bytes
+from oomguard._plan.shortfall import MOST, NothingFitsError, Shortfall, explain
+from oomguard._probe.verdict import Verdict
+from oomguard._search.lengths import with_steps
+from oomguard._search.screen import screen
+from oomguard._search.space import Problem
+from oomguard._spec.spec import Spec
 
 LSTM = Spec(cell="lstm", seq=20_000, hidden=512)
 ONE_PIECE: dict[str, Any] = {"segments": 1, "threads": 1, "allocator": "steady", "engine": "onednn", "microbatch": 4}
@@ -27,13 +26,13 @@ HOPELESS: dict[str, Any] = {"cell": "lstm", "seq": 20_000, "hidden": 512, "devic
 
 def short(budget_bytes: int, spec: Spec = LSTM, allow: tuple[str, ...] = (), **fixed: Any) -> tuple[Problem, Shortfall]:
     problem = make_problem(spec, budget_bytes, allow=allow, fixed=fixed)
-    return problem, explain(problem, [], Asked(here=Here(cores=2, fixed=fixed), allow=allow))
+    return problem, explain(problem, [])
 
 
 def least(problem: Problem) -> int:
     """What the smallest candidate needs that runs at all."""
     view = screen(problem, [])
-    return int(view.safe_bytes[np.broadcast_to(view.estimate.runs, len(view.fits))].min())
+    return int(view.expected.safe_bytes[np.broadcast_to(view.estimate.runs, len(view.fits))].min())
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -61,7 +60,7 @@ def test_no_candidate_of_the_space_needs_less(case: str) -> None:
 def test_the_candidate_is_the_one_that_needs_least(case: str) -> None:
     problem, found = of(case)
     view = screen(problem, [])
-    assert int(view.safe_bytes[view.find(found.candidate)]) == found.needed_bytes
+    assert int(view.expected.safe_bytes[view.find(found.candidate)]) == found.needed_bytes
     terms = {name: int(np.broadcast_to(size, len(view.fits))[view.find(found.candidate)])
              for name, size in view.estimate.terms.items()}  # fmt: skip
     assert found.terms == terms
@@ -145,6 +144,14 @@ def test_pieces_that_the_user_fixed_do_not_keep_shorter_sequences_from_being_loo
     assert found.needed_bytes > found.budget_bytes
 
 
+def test_another_optimizer_is_a_way_if_the_search_cannot_save_enough() -> None:
+    spec = Spec(cell="gru", seq=10, vocab=100_000, hidden=512, optimizer="adam")
+    problem, found = short(1000 * MIB, spec)
+    way = next(one for one in found.ways if one.change == "--optimizer adafactor")
+    assert way.needed_bytes == least(replace(problem, spec=msgspec.structs.replace(spec, optimizer="adafactor")))
+    assert way.needed_bytes < found.needed_bytes
+
+
 # words
 
 
@@ -167,14 +174,14 @@ def test_if_no_knob_helps_the_message_asks_for_memory() -> None:
 def test_what_was_run_is_kept() -> None:
     problem = make_problem(LSTM, 345 * MIB, allow=())
     records = solve(Machine(ratio=3.0), problem)
-    found = explain(problem, records, Asked(here=Here(cores=2), allow=()))
+    found = explain(problem, records)
     assert len(found.records) >= 1
 
 
 @pytest.mark.parametrize("verdict", [Verdict.BROKEN, Verdict.UNSUPPORTED])
 def test_what_fits_but_never_ran_is_not_called_too_large(verdict: Verdict) -> None:
     problem = make_problem(LSTM, 4 * GIB, allow=())
-    whole = explain(problem, [], Asked(here=Here(cores=2), allow=()))
+    whole = explain(problem, [])
     failed = Machine().run(LSTM, whole.candidate, 1)
     failed = msgspec.structs.replace(failed, verdict=verdict, message="The driver is too old.", error="...")
     found = msgspec.structs.replace(whole, records=(failed,))

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from oomguard.probe.runner import Runner
+from oomguard._probe.runner import Runner
 
 
 @pytest.fixture(scope="session")

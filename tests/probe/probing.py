@@ -9,9 +9,9 @@ from typing import Any
 
 import psutil
 
-from oomguard.candidate import Candidate, make_candidate
-from oomguard.probe.runner import Runner
-from oomguard.spec import Spec
+from oomguard._probe.runner import Runner
+from oomguard._spec.candidate import Candidate, make_candidate
+from oomguard._spec.spec import Spec
 
 TINY = Spec(cell="rnn", seq=5, features=2, hidden=4, layers=1, batch=4)
 LONG = Spec(cell="rnn", seq=40_000, features=2, hidden=4, layers=1, batch=1)

@@ -11,15 +11,15 @@ import torch
 from device.cards import two_cards
 from probe.probing import is_running, meanwhile, one_thread
 
-from oomguard.asked import find_place
-from oomguard.device import open_device
-from oomguard.estimate.breakdown import estimate_step
-from oomguard.probe.runner import Runner
-from oomguard.probe.sample import random_microbatch
-from oomguard.probe.verdict import Verdict
-from oomguard.spec import Spec
-from oomguard.step import prepare, step
-from oomguard.units import MIB
+from oomguard._core.units import MIB
+from oomguard._device import open_device
+from oomguard._device.find import find_target
+from oomguard._estimate.breakdown import estimate_step
+from oomguard._probe.runner import Runner
+from oomguard._probe.sample import random_microbatch
+from oomguard._probe.verdict import Verdict
+from oomguard._spec.spec import Spec
+from oomguard._step import prepare, step
 
 pytestmark = pytest.mark.gpu
 
@@ -79,10 +79,10 @@ def test_pieces_need_less(runner: Runner, knobs: dict[str, Any]) -> None:
 def test_each_chunk_keeps_the_weights_that_were_cast_for_it_as_the_estimate_says(runner: Runner) -> None:
     """64 copies of 10 MiB in half precision, none in fp32."""
     spec = Spec(cell="gru", seq=1280, features=64, hidden=512, layers=4, batch=8)
-    place = find_place("cuda")
+    target = find_target("cuda")
     for precision in ("fp32", "bf16" if "bf16" in open_device("cuda").precisions() else "fp16"):
         candidate = one_thread(spec, segments=64, recompute=False, precision=precision)
-        record, estimate = runner.probe(spec, candidate), estimate_step(spec, candidate, place)
+        record, estimate = runner.probe(spec, candidate), estimate_step(spec, candidate, target)
         assert record.verdict is Verdict.FITS
         assert record.allocated_bytes == pytest.approx(estimate.allocated_bytes, rel=0.1)
 

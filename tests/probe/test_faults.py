@@ -17,11 +17,11 @@ import psutil
 import pytest
 from probe.probing import LONG, TINY, WIDE, ends_within, is_running, meanwhile, one_thread, warm_pid
 
-from oomguard.device.cpu import Cpu
-from oomguard.probe.record import Answer, Request
-from oomguard.probe.runner import Runner
-from oomguard.probe.verdict import Verdict
-from oomguard.units import GIB, MIB
+from oomguard._core.units import GIB, MIB
+from oomguard._device.cpu import Cpu
+from oomguard._probe.record import Answer, Request
+from oomguard._probe.runner import Runner
+from oomguard._probe.verdict import Verdict
 
 ROOT = str(Path(__file__).parents[2])
 
@@ -91,7 +91,7 @@ def test_an_inherited_rlimit_is_an_oom_too(tmp_path: Path) -> None:
 import resource, sys
 sys.path.insert(0, {ROOT!r}); sys.path.insert(0, {ROOT + "/tests"!r})
 resource.setrlimit(resource.RLIMIT_DATA, (150 << 20, resource.RLIM_INFINITY))
-from oomguard.probe.runner import Runner
+from oomguard._probe.runner import Runner
 from probe.probing import TINY, one_thread
 with Runner() as runner:
     record = runner.probe(TINY, one_thread(TINY))
@@ -147,7 +147,7 @@ def test_ctrl_c_ends_the_child_and_goes_on_up(runner: Runner) -> None:
 PARENT = f"""
 import os, sys, threading, time
 sys.path.insert(0, {ROOT!r}); sys.path.insert(0, {ROOT + "/tests"!r})
-from oomguard.probe.runner import Runner
+from oomguard._probe.runner import Runner
 from probe.probing import LONG, one_thread, warm_pid
 
 def probe():
@@ -186,7 +186,7 @@ def test_a_child_does_not_outlive_a_parent_that_is_killed(how: str) -> None:
 
 
 def test_a_request_that_cannot_be_read_is_answered_and_the_next_one_too() -> None:
-    program = f"import os, sys; sys.path.insert(0, {ROOT!r}); from oomguard.probe.child import main; "
+    program = f"import os, sys; sys.path.insert(0, {ROOT!r}); from oomguard._probe.child import main; "
     request = Request(spec=TINY, candidate=one_thread(TINY), device="cpu", budget_bytes=4 * GIB)
     lines = [b"not JSON", b"\xff\xfe", b'{"spec": {"cell": "tree"}}', msgspec.json.encode(request)]
     child = subprocess.Popen(

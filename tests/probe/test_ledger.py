@@ -13,19 +13,17 @@ import msgspec
 import pytest
 from probe.probing import TINY, one_thread
 
-from oomguard.errors import MisuseError
-from oomguard.probe.ledger import Ledger
-from oomguard.probe.record import Measured, Record, Request, make_record
-from oomguard.probe.verdict import Verdict
-from oomguard.units import GIB
+from oomguard._core.errors import MisuseError
+from oomguard._core.units import GIB
+from oomguard._probe.record import Ledger, Measured, Record, Request, make_record
+from oomguard._probe.verdict import Verdict
 
 ROOT = str(Path(__file__).parents[2])
 WRITE = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import msgspec
-from oomguard.probe.ledger import Ledger
-from oomguard.probe.record import Record
+from oomguard._probe.record import Ledger, Record
 record, ledger = msgspec.json.decode(sys.argv[3], type=Record), Ledger(sys.argv[2])
 for number in range(int(sys.argv[4])):
     ledger.append(msgspec.structs.replace(record, message=f"{sys.argv[5]} {number} " + "x" * 20_000))

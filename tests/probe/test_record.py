@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from probe.probing import TINY, one_thread
 
-from oomguard.candidate import Candidate
-from oomguard.errors import MisuseError
-from oomguard.probe.record import Answer, Measured, Record, Request, make_record
-from oomguard.probe.verdict import Verdict
-from oomguard.spec import Spec
-from oomguard.units import GIB
+from oomguard._core.errors import MisuseError
+from oomguard._core.units import GIB
+from oomguard._probe.record import Answer, Measured, Record, Request, make_record
+from oomguard._probe.verdict import Verdict
+from oomguard._spec.candidate import Candidate
+from oomguard._spec.spec import Spec
 
 REQUEST = Request(spec=TINY, candidate=one_thread(TINY), device="cpu", budget_bytes=GIB)
 NOW = datetime.now(UTC)

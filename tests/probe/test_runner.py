@@ -13,16 +13,16 @@ import psutil
 import pytest
 from probe.probing import LONG, TINY, WIDE, children, is_running, meanwhile, one_thread, warm_pid
 
-from oomguard.device.budget import Budget, Limit
-from oomguard.device.cpu import cpu_precisions
-from oomguard.errors import MisuseError
-from oomguard.estimate.breakdown import estimate_step
-from oomguard.estimate.terms import elements, parameters
-from oomguard.probe.record import Record, Request
-from oomguard.probe.runner import Runner
-from oomguard.probe.verdict import Verdict
-from oomguard.spec import Spec
-from oomguard.units import GIB, MIB
+from oomguard._core.errors import MisuseError
+from oomguard._core.units import GIB, MIB
+from oomguard._device.budget import Budget, Limit
+from oomguard._device.cpu import cpu_precisions
+from oomguard._estimate.breakdown import estimate_step
+from oomguard._estimate.terms import elements, parameters
+from oomguard._probe.record import Record, Request
+from oomguard._probe.runner import Runner
+from oomguard._probe.verdict import Verdict
+from oomguard._spec.spec import Spec
 
 GRU = Spec(cell="gru", seq=150, features=16, hidden=64, layers=1, batch=16)
 """Some 10 MiB in thousands of blocks: of all cells, the one whose peak depends most on what the heap looks like."""

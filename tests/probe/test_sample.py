@@ -6,13 +6,13 @@ from hypothesis import given
 from probe.probing import one_thread
 from strategies import specs
 
-from oomguard.bptt import Microbatch
-from oomguard.device import open_device
-from oomguard.estimate.terms import longest_tokens
-from oomguard.probe.record import Request
-from oomguard.probe.sample import Meter, longest_lengths, random_microbatch, tiny_candidate, tiny_spec
-from oomguard.spec import Spec
-from oomguard.units import GIB
+from oomguard._core.units import GIB
+from oomguard._device import open_device
+from oomguard._estimate.terms import longest_tokens
+from oomguard._probe.record import Request
+from oomguard._probe.sample import Meter, longest_lengths, random_microbatch, tiny_candidate, tiny_spec
+from oomguard._rnn import Microbatch
+from oomguard._spec.spec import Spec
 
 
 def dice(seed: int = 0) -> torch.Generator:

@@ -7,12 +7,11 @@ import pytest
 import torch
 from probe.probing import TINY, one_thread
 
-from oomguard.candidate import make_candidate
-from oomguard.device import open_device
-from oomguard.device.reading import Reading
-from oomguard.probe.child import LEFT_BYTES, LEFT_COMMITTED_BYTES, Server
-from oomguard.probe.record import Request
-from oomguard.units import GIB, MIB
+from oomguard._core.units import GIB, MIB
+from oomguard._device import Reading, open_device
+from oomguard._probe.child import LEFT_BYTES, LEFT_COMMITTED_BYTES, Server
+from oomguard._probe.record import Request
+from oomguard._spec.candidate import make_candidate
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from oomguard.device.reading import Reading
-from oomguard.errors import MisuseError
-from oomguard.probe.verdict import Verdict, judge, judge_exit, judge_reading
+from oomguard._core.errors import MisuseError
+from oomguard._device import Reading
+from oomguard._probe.verdict import Verdict, judge, judge_exit, judge_reading
 
 ALLOCATOR = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"
 

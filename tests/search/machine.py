@@ -6,19 +6,18 @@ from typing import Any
 
 import numpy as np
 
-from oomguard.calibrate import speed
-from oomguard.candidate import Candidate
-from oomguard.estimate.breakdown import estimate_step
-from oomguard.estimate.place import CPU, Place
-from oomguard.probe.record import Record, torch_version
-from oomguard.probe.verdict import Verdict
-from oomguard.search.approach import Known
-from oomguard.search.problem import Probe, Problem
-from oomguard.search.propose import propose
-from oomguard.search.screen import Screened
-from oomguard.search.space import Here, make_space
-from oomguard.spec import Spec
-from oomguard.units import MIB
+from oomguard._core.units import MIB
+from oomguard._estimate.breakdown import estimate_step
+from oomguard._estimate.target import CPU, Target
+from oomguard._predict import speed
+from oomguard._probe.record import Record, torch_version
+from oomguard._probe.verdict import Verdict
+from oomguard._search.approach import Probe, State
+from oomguard._search.propose import propose
+from oomguard._search.screen import CandidateTable
+from oomguard._search.space import Choices, Problem, make_space
+from oomguard._spec.candidate import Candidate
+from oomguard._spec.spec import Spec
 
 TITLE = "a machine of formulas"
 
@@ -31,34 +30,34 @@ class Machine:
     """Of the real peak without the runtime to the estimate."""
     effects: dict[int, float] = field(default_factory=dict)
     """Of the real time to the guess: the logarithm of each effect, by its number in `speed.EFFECTS`."""
-    place: Place = CPU
+    target: Target = CPU
 
     def peak_bytes(self, spec: Spec, candidate: Candidate) -> int:
-        found = estimate_step(spec, candidate, self.place)
+        found = estimate_step(spec, candidate, self.target)
         known = sum(int(found.terms[name]) for name in ("runtime", "weights", "optimizer", "input"))
         return known + round(self.ratio * (int(found.total_bytes) - known))
 
     def pass_seconds(self, spec: Spec, candidate: Candidate) -> float:
-        engine = estimate_step(spec, candidate, self.place).engine
-        columns = speed.features(spec, candidate, engine, cuda=self.place.cuda)[0]
+        engine = estimate_step(spec, candidate, self.target).engine
+        columns = speed.features(spec, candidate, engine, cuda=self.target.cuda)[0]
         effect = sum(value * columns[index] for index, value in self.effects.items())
-        each = np.atleast_1d(speed.guess(spec, candidate, engine, cuda=self.place.cuda))[0] * np.exp(effect)
+        each = np.atleast_1d(speed.guess(spec, candidate, engine, cuda=self.target.cuda))[0] * np.exp(effect)
         return float(each) * spec.steps * candidate.microbatch
 
-    def fastest(self, view: Screened, budget_bytes: int) -> float:
+    def fastest(self, view: CandidateTable, budget_bytes: int) -> float:
         """Seconds of a step's passes for the fastest candidate of the whole space that fits."""
         found, spec = view.estimate, view.spec
         known = sum(np.asarray(found.terms[name]) for name in ("runtime", "weights", "optimizer", "input"))
         peaks = known + self.ratio * (found.total_bytes - known)
-        columns = speed.features(spec, view.candidates, found.engine, cuda=self.place.cuda)
+        columns = speed.features(spec, view.candidates, found.engine, cuda=self.target.cuda)
         effect = sum(value * columns[:, index] for index, value in self.effects.items())
-        each = speed.guess(spec, view.candidates, found.engine, cuda=self.place.cuda) * np.exp(effect)
+        each = speed.guess(spec, view.candidates, found.engine, cuda=self.target.cuda) * np.exp(effect)
         return float(np.where(peaks <= budget_bytes, each, np.inf).min()) * spec.steps * spec.batch
 
     def run(self, spec: Spec, candidate: Candidate, budget_bytes: int, passes: int = 2) -> Record:
         """The record of a probe there."""
         peak, seconds = self.peak_bytes(spec, candidate), self.pass_seconds(spec, candidate)
-        fits, found = peak <= budget_bytes, estimate_step(spec, candidate, self.place)
+        fits, found = peak <= budget_bytes, estimate_step(spec, candidate, self.target)
         terms = {name: int(found.terms[name]) for name in ("runtime", "weights", "optimizer", "input")}
         terms["gradients"] = int(found.terms["gradients"])
         step = seconds * spec.batch / candidate.microbatch + 0.001
@@ -106,16 +105,16 @@ def _next() -> int:
 
 def make_problem(spec: Spec, budget_bytes: int, **more: Any) -> Problem:
     """A problem, on two cores if nothing else is said."""
-    here = Here(cores=more.pop("cores", 2), fixed=more.pop("fixed", {}))
-    space = make_space(spec, CPU, budget_bytes, here, more.pop("allow", ("precision",)))
-    return Problem(spec=spec, place=CPU, space=space, budget_bytes=budget_bytes, **more)
+    own: dict[str, Any] = {name: more.pop(name) for name in ("cores", "fixed", "allow") if name in more}
+    space = make_space(spec, CPU, budget_bytes, Choices(**{"cores": 2, "allow": ("precision",), **own}))
+    return Problem(spec=spec, target=CPU, space=space, budget_bytes=budget_bytes, **more)
 
 
 def solve(machine: Machine, problem: Problem, records: list[Record] | None = None, most: int = 60) -> list[Record]:
     """All records of a search, those of an earlier one first."""
     found = [*(records or [])]
     for _ in range(most):
-        probe = propose(Known(problem=problem, records=found))
+        probe = propose(State(problem=problem, records=found))
         if probe is None:
             return found
         found.append(machine.probe(probe, problem.budget_bytes))

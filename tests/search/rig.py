@@ -10,17 +10,15 @@ import msgspec
 import pytest
 from search.machine import TITLE, Machine
 
-from oomguard.candidate import Candidate
-from oomguard.probe.ledger import Ledger
-from oomguard.probe.record import Record
-from oomguard.probe.runner import Free
-from oomguard.search import run
-from oomguard.search.cache import Cache
-from oomguard.search.loop import Book
-from oomguard.search.problem import Problem
-from oomguard.search.run import Limits, Search
-from oomguard.spec import Spec
-from oomguard.units import GIB
+from oomguard._core.units import GIB
+from oomguard._probe.record import Ledger, Record
+from oomguard._probe.runner import Free
+from oomguard._search import run
+from oomguard._search.run import Cache, Limits, Search
+from oomguard._search.space import Problem
+from oomguard._search.study import TrialStore
+from oomguard._spec.candidate import Candidate
+from oomguard._spec.spec import Spec
 
 
 @dataclass(kw_only=True)
@@ -39,11 +37,11 @@ class Rig:
 
     def install(self, patch: pytest.MonkeyPatch) -> "Rig":
         """From now on searches run here, on two cores."""
-        for module in ("oomguard.search.run", "oomguard.plan.find"):
+        for module in ("oomguard._search.run", "oomguard._plan.find"):
             patch.setattr(f"{module}.Runner", self.runner)
-        patch.setattr("oomguard.device.cpu.cpu_name", lambda: TITLE)
-        patch.setattr("oomguard.device.cpu.cpu_precisions", lambda: ("fp32",))
-        patch.setattr("oomguard.plan.find.cores", lambda: 2)
+        patch.setattr("oomguard._device.cpu.cpu_name", lambda: TITLE)
+        patch.setattr("oomguard._device.cpu.cpu_precisions", lambda: ("fp32",))
+        patch.setattr("oomguard._plan.find.cores", lambda: 2)
         patch.setattr(run, "POLL_SECONDS", 0.005)
         return self
 
@@ -87,5 +85,5 @@ def make_search(problem: Problem, storage: str | None = None, **more: Any) -> Se
     limits = Limits(**{name: more.pop(name) for name in ("max_probes", "seconds") if name in more})
     ledger: Ledger | None = more.pop("ledger", None)
     cache: Cache = more.pop("cache", Cache(None, TITLE))
-    book = more.pop("book", None) or Book("a study", problem.maximize, storage)
-    return Search(problem=problem, book=book, ledger=ledger, cache=cache, limits=limits, **more)
+    trials = more.pop("trials", None) or TrialStore("a study", problem.maximize, storage)
+    return Search(problem=problem, trials=trials, ledger=ledger, cache=cache, limits=limits, **more)

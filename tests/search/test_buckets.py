@@ -7,22 +7,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from search.machine import Machine, make_problem, solve
 
-from oomguard.candidate import check_candidate
-from oomguard.search.buckets import MOST_BUCKETS, WORTH, Bucketed, Part, bucket, cut, padded_tokens
-from oomguard.search.propose import choose
-from oomguard.search.screen import SETTING, screen
-from oomguard.search.shorten import with_steps
-from oomguard.spec import Spec
-from oomguard.units import MIB
+from oomguard._core.units import MIB
+from oomguard._search.lengths import MOST_BUCKETS, WORTH, Bucket, cut, make_buckets, padded_tokens, with_steps
+from oomguard._search.propose import choose
+from oomguard._search.screen import SETTING, screen
+from oomguard._spec.candidate import check_candidate
+from oomguard._spec.spec import Spec
 
 histograms = st.dictionaries(st.integers(1, 400), st.integers(1, 50), min_size=1, max_size=7)
 DATA = {50: 4000, 200: 900, 600: 120, 2000: 30}
 SPEC = Spec(cell="lstm", lengths=DATA, batch=32)
 
 
-def tokens(parts: list[Part]) -> int:
+def tokens(parts: list[dict[int, int]]) -> int:
     """All sequences, each as long as the longest of its part."""
-    return sum(part.longest * sum(part.lengths.values()) for part in parts)
+    return sum(max(part) * sum(part.values()) for part in parts)
 
 
 def least_tokens(lengths: dict[int, int], count: int) -> int:
@@ -39,9 +38,9 @@ def least_tokens(lengths: dict[int, int], count: int) -> int:
 @given(lengths=histograms)
 def test_the_parts_have_every_sequence_once_the_shortest_first(lengths: dict[int, int]) -> None:
     parts = cut(lengths)
-    together = [pair for part in parts for pair in part.lengths.items()]
+    together = [pair for part in parts for pair in part.items()]
     assert together == sorted(lengths.items())
-    assert [part.longest for part in parts] == [max(part.lengths) for part in parts]
+    assert all(parts)
 
 
 @given(lengths=histograms, most=st.integers(1, 4))
@@ -64,57 +63,55 @@ def test_thousands_of_lengths_are_cut_into_a_few_parts_with_the_longest() -> Non
     lengths = {length: 1 + 10_000 // length for length in range(1, 5001)}
     parts = cut(lengths)
     assert 2 <= len(parts) <= MOST_BUCKETS
-    assert parts[-1].longest == 5000
-    assert sum(sum(part.lengths.values()) for part in parts) == sum(lengths.values())
+    assert max(parts[-1]) == 5000
+    assert sum(sum(part.values()) for part in parts) == sum(lengths.values())
 
 
 @given(lengths=st.dictionaries(st.integers(1, 50), st.integers(1, 4), min_size=1, max_size=3), rows=st.integers(1, 3))
 def test_padded_tokens_are_what_all_microbatches_have_on_average(lengths: dict[int, int], rows: int) -> None:
     each = [length for length, count in lengths.items() for _ in range(count)]
     drawn = [max(some) for some in itertools.product(each, repeat=rows)]
-    part = Part(longest=max(lengths), lengths=lengths)
-    assert padded_tokens(part, rows) == pytest.approx(len(each) * sum(drawn) / len(drawn))
+    assert padded_tokens(lengths, rows) == pytest.approx(len(each) * sum(drawn) / len(drawn))
 
 
 @given(lengths=histograms, rows=st.integers(1, 64))
 @settings(max_examples=50)
 def test_sorting_by_length_never_pads_more(lengths: dict[int, int], rows: int) -> None:
-    whole = Part(longest=max(lengths), lengths=lengths)
     after = sum(padded_tokens(part, rows) for part in cut(lengths))
-    assert after <= padded_tokens(whole, rows) * (1 + 1e-9)
+    assert after <= padded_tokens(lengths, rows) * (1 + 1e-9)
 
 
 # how each is run
 
 
 @pytest.fixture(scope="module", name="run", params=[450 * MIB, 900 * MIB], ids=["tight", "roomy"])
-def _run(request: pytest.FixtureRequest) -> tuple[int, list[Bucketed]]:
+def _run(request: pytest.FixtureRequest) -> tuple[int, list[Bucket]]:
     """The buckets of a search on a machine of formulas, and its budget."""
     problem = make_problem(SPEC, request.param)
     records = solve(Machine(), problem)
     view = screen(problem, records)
     row = choose(view)
     assert row is not None
-    return request.param, bucket(problem, records, view.candidates[row])
+    return request.param, make_buckets(problem, records, view.candidates[row])
 
 
-def test_each_bucket_fits_the_budget(run: tuple[int, list[Bucketed]]) -> None:
+def test_each_bucket_fits_the_budget(run: tuple[int, list[Bucket]]) -> None:
     budget_bytes, found = run
-    assert all(one.peak_bytes + one.margin_bytes <= budget_bytes for one in found)
-    assert all(Machine().peak_bytes(with_steps(SPEC, one.part.longest), one.candidate) <= budget_bytes for one in found)
+    assert all(one.expected.safe_bytes <= budget_bytes for one in found)
+    assert all(Machine().peak_bytes(with_steps(SPEC, one.longest), one.candidate) <= budget_bytes for one in found)
 
 
-def test_each_bucket_gives_the_batch(run: tuple[int, list[Bucketed]]) -> None:
+def test_each_bucket_gives_the_batch(run: tuple[int, list[Bucket]]) -> None:
     for one in run[1]:
-        check_candidate(with_steps(SPEC, one.part.longest), one.candidate)
+        check_candidate(with_steps(SPEC, one.longest), one.candidate)
 
 
-def test_no_bucket_changes_what_cannot_change_while_training(run: tuple[int, list[Bucketed]]) -> None:
+def test_no_bucket_changes_what_cannot_change_while_training(run: tuple[int, list[Bucket]]) -> None:
     names = [*SETTING, "threads", "window"]
     assert len({tuple(getattr(one.candidate, name) for name in names) for one in run[1]}) == 1
 
 
-def test_the_bucket_of_the_longest_is_run_as_the_plan_says(run: tuple[int, list[Bucketed]]) -> None:
+def test_the_bucket_of_the_longest_is_run_as_the_plan_says(run: tuple[int, list[Bucket]]) -> None:
     budget_bytes, found = run
     problem = make_problem(SPEC, budget_bytes)
     view = screen(problem, solve(Machine(), problem))
@@ -124,11 +121,12 @@ def test_the_bucket_of_the_longest_is_run_as_the_plan_says(run: tuple[int, list[
 
 
 def test_short_sequences_run_in_microbatches_that_are_no_smaller_and_take_less_time(
-    run: tuple[int, list[Bucketed]],
+    run: tuple[int, list[Bucket]],
 ) -> None:
     found = run[1]
     assert all(a.candidate.microbatch >= b.candidate.microbatch for a, b in itertools.pairwise(found))
-    assert all(a.seconds_per_sequence < b.seconds_per_sequence for a, b in itertools.pairwise(found))
+    seconds = [one.expected.seconds_per_step or 0.0 for one in found]
+    assert all(short < long for short, long in itertools.pairwise(seconds))
 
 
 @pytest.mark.parametrize("fixed", [{"segments": 100}, {"segments": 64, "recompute": False}], ids=str)
@@ -137,8 +135,8 @@ def test_a_bucket_shorter_than_the_segments_that_the_user_fixed_is_run_all_the_s
     view = screen(problem, [])
     row = choose(view)
     assert row is not None
-    found = bucket(problem, [], view.candidates[row])
-    assert sum(sum(one.part.lengths.values()) for one in found) == sum(DATA.values())
+    found = make_buckets(problem, [], view.candidates[row])
+    assert sum(one.sequences for one in found) == sum(DATA.values())
 
 
 def test_a_bucket_shorter_than_the_window_that_the_user_fixed_is_run_all_the_same() -> None:
@@ -146,8 +144,8 @@ def test_a_bucket_shorter_than_the_window_that_the_user_fixed_is_run_all_the_sam
     view = screen(problem, [])
     row = choose(view)
     assert row is not None
-    found = bucket(problem, [], view.candidates[row])
-    assert sum(sum(one.part.lengths.values()) for one in found) == sum(DATA.values())
+    found = make_buckets(problem, [], view.candidates[row])
+    assert sum(one.sequences for one in found) == sum(DATA.values())
 
 
 def test_a_state_in_8_bits_stays_so_in_every_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,4 +157,4 @@ def test_a_state_in_8_bits_stays_so_in_every_bucket(monkeypatch: pytest.MonkeyPa
     row = choose(view)
     assert row is not None
     assert view.candidates[row].state_8bit
-    assert {one.candidate.state_8bit for one in bucket(problem, [], view.candidates[row])} == {True}
+    assert {one.candidate.state_8bit for one in make_buckets(problem, [], view.candidates[row])} == {True}

@@ -12,13 +12,14 @@ import pytest
 from search.machine import TITLE, Machine, make_problem
 from search.rig import Rig, make_search
 
-from oomguard.candidate import make_candidate
-from oomguard.estimate.place import CPU
-from oomguard.probe.record import Record
-from oomguard.search import cache as module
-from oomguard.search.cache import MOST_RECORDS, Cache, current, is_stale, user_directory
-from oomguard.spec import Spec
-from oomguard.units import GIB
+from oomguard._core.units import GIB
+from oomguard._estimate.target import CPU
+from oomguard._predict.calibration import is_stale
+from oomguard._probe.record import Record
+from oomguard._search import run as module
+from oomguard._search.run import MOST_RECORDS, Cache, current, user_directory
+from oomguard._spec.candidate import make_candidate
+from oomguard._spec.spec import Spec
 
 LSTM = Spec(cell="lstm", seq=500, hidden=128)
 

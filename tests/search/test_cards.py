@@ -7,12 +7,12 @@ import pytest
 from device.cards import two_cards
 
 import oomguard
-from oomguard.device import open_device
-from oomguard.probe.verdict import Verdict
-from oomguard.search.propose import TURNS
-from oomguard.search.run import Progress
-from oomguard.spec import Spec
-from oomguard.units import GIB, MIB
+from oomguard._core.units import GIB, MIB
+from oomguard._device import open_device
+from oomguard._probe.verdict import Verdict
+from oomguard._search.propose import TURNS
+from oomguard._search.run import Progress
+from oomguard._spec.spec import Spec
 
 pytestmark = pytest.mark.gpu
 

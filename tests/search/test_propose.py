@@ -6,15 +6,15 @@ import pytest
 from plan.searched import CARD, on_the_card
 from search.machine import Machine, make_problem, replace, solve, without_time
 
-from oomguard.candidate import Candidate, make_candidate
-from oomguard.probe.record import Record
-from oomguard.probe.verdict import Verdict
-from oomguard.search.approach import Known
-from oomguard.search.problem import Problem
-from oomguard.search.propose import choose, in_vain, largest, propose
-from oomguard.search.screen import screen
-from oomguard.spec import Spec
-from oomguard.units import GIB, MIB
+from oomguard._core.units import GIB, MIB
+from oomguard._probe.record import Record
+from oomguard._probe.verdict import Verdict
+from oomguard._search.approach import State
+from oomguard._search.propose import choose, largest, propose, tried_in_vain
+from oomguard._search.screen import screen
+from oomguard._search.space import Problem
+from oomguard._spec.candidate import Candidate, make_candidate
+from oomguard._spec.spec import Spec
 
 LSTM = Spec(cell="lstm", seq=10_000)
 SMALL = Spec(cell="lstm", seq=400, features=16, hidden=128, layers=1)
@@ -113,7 +113,7 @@ def test_what_is_fastest_by_luck_is_run_again_before_it_is_chosen() -> None:
     """Where a probe takes a second: the first of two times is a fifth too short."""
     machine, problem = Machine(), make_problem(SMALL, 900 * MIB)
     records: list[Record] = []
-    while (probe := propose(Known(problem=problem, records=records))) is not None:
+    while (probe := propose(State(problem=problem, records=records))) is not None:
         record = machine.probe(probe, problem.budget_bytes)
         first = not any(probe.is_of(one) for one in records)
         seconds = (record.seconds_per_pass or 0.0) * (0.8 if first and len(records) == 3 else 1.0)
@@ -130,11 +130,11 @@ def test_what_is_fastest_by_luck_is_run_again_before_it_is_chosen() -> None:
 
 def test_nothing_is_run_whole_while_others_run_half_of_it() -> None:
     """Two workers on a card, near its border: the second would run out of memory before the first has told it so."""
-    problem, machine = on_the_card(Spec(cell="lstm", seq=4000), 3 * GIB), Machine(place=CARD)
+    problem, machine = on_the_card(Spec(cell="lstm", seq=4000), 3 * GIB), Machine(target=CARD)
     records: list[Record] = []
     halves = 0
-    while (probe := propose(Known(problem=problem, records=records))) is not None:
-        other = propose(Known(problem=problem, records=records, pending=[probe]))
+    while (probe := propose(State(problem=problem, records=records))) is not None:
+        other = propose(State(problem=problem, records=records, pending=[probe]))
         if probe.role == "calibrate" and 2 * probe.spec.steps == problem.spec.steps:
             halves += 1
             longer = other is not None and other.spec.steps > probe.spec.steps
@@ -145,7 +145,7 @@ def test_nothing_is_run_whole_while_others_run_half_of_it() -> None:
 
 @pytest.mark.parametrize("ratio", [1.0, 1.4])
 def test_on_a_card_a_candidate_is_run_nearly_whole_before_it_is_run_whole(ratio: float) -> None:
-    problem, machine = on_the_card(Spec(cell="lstm", seq=4000), 3 * GIB), Machine(place=CARD, ratio=ratio)
+    problem, machine = on_the_card(Spec(cell="lstm", seq=4000), 3 * GIB), Machine(target=CARD, ratio=ratio)
     records = solve(machine, problem)
     view = screen(problem, records)
     row = choose(view)
@@ -168,19 +168,19 @@ def test_microbatches_that_differ_by_a_row_are_not_timed_one_after_the_other() -
 def test_what_others_are_running_is_not_proposed_again() -> None:
     problem = make_problem(LSTM, 20 * GIB)
     machine = Machine()
-    first = propose(Known(problem=problem, records=[]))
+    first = propose(State(problem=problem, records=[]))
     assert first is not None
     records = [machine.probe(first, problem.budget_bytes)]
-    second = propose(Known(problem=problem, records=records))
+    second = propose(State(problem=problem, records=records))
     assert second is not None
-    third = propose(Known(problem=problem, records=records, pending=[second]))
+    third = propose(State(problem=problem, records=records, pending=[second]))
     assert third is not None
     assert (third.spec, third.candidate) != (second.spec, second.candidate)
 
 
 def test_the_first_probe_is_of_what_arithmetic_takes_for_the_best_and_is_short() -> None:
     problem = make_problem(LSTM, 20 * GIB)
-    first = propose(Known(problem=problem, records=[]))
+    first = propose(State(problem=problem, records=[]))
     assert first is not None
     assert first.candidate.microbatch == 32
     assert first.spec.steps < 1000
@@ -209,10 +209,10 @@ def test_after_what_keeps_all_was_slower_than_it_promised_what_recomputes_is_tri
 
 def test_without_time_to_look_further_the_best_known_is_confirmed() -> None:
     problem, machine = make_problem(LSTM, 700 * MIB), Machine()
-    first = propose(Known(problem=problem, records=[]))
+    first = propose(State(problem=problem, records=[]))
     assert first is not None
     records = [machine.probe(first, problem.budget_bytes)]
-    probe = propose(Known(problem=problem, records=records, explore=False))
+    probe = propose(State(problem=problem, records=records, explore=False))
     assert probe is not None
     assert probe.role == "confirm"
     assert 2 * probe.spec.steps >= LSTM.steps
@@ -281,7 +281,7 @@ def test_what_is_first_run_in_a_heap_that_keeps_large_blocks_may_need_four_times
     spec = Spec(cell="lstm", seq=202, hidden=100, layers=1, batch=37, vocab=1000)
     problem = make_problem(spec, 392 * MIB)
     first = next(one for one in solve(Machine(), problem) if one.candidate.allocator == "roomy")
-    runtime_bytes = problem.place.runtime_bytes
+    runtime_bytes = problem.target.runtime_bytes
     assert first.peak_bytes is not None
     assert runtime_bytes + 3.5 * (first.peak_bytes - runtime_bytes) <= problem.budget_bytes
 
@@ -337,5 +337,5 @@ def test_the_longer_it_has_looked_in_vain_the_less_far_a_search_looks() -> None:
     early, late = (
         msgspec.structs.replace(fast, started=when) for when in ("2025-01-01T00:00:00", "2027-01-01T00:00:00")
     )
-    assert in_vain([*slow, early]) == 3
-    assert in_vain([late, *slow]) == 0
+    assert tried_in_vain([*slow, early]) == 3
+    assert tried_in_vain([late, *slow]) == 0

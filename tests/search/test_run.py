@@ -13,18 +13,17 @@ from search.machine import TITLE, Machine, make_problem, without_time
 from search.rig import Rig, make_search
 
 import oomguard
-from oomguard.errors import MisuseError
-from oomguard.plan.value import Plan
-from oomguard.probe.ledger import Ledger
-from oomguard.probe.runner import Runner
-from oomguard.probe.verdict import Verdict
-from oomguard.search.cache import Cache
-from oomguard.search.loop import Book
-from oomguard.search.propose import choose
-from oomguard.search.run import LAST_SECONDS, Progress, count_ooms
-from oomguard.search.screen import screen
-from oomguard.spec import Spec
-from oomguard.units import GIB, MIB
+from oomguard._core.errors import MisuseError
+from oomguard._core.units import GIB, MIB
+from oomguard._plan.value import Plan
+from oomguard._probe.record import Ledger
+from oomguard._probe.runner import Runner
+from oomguard._probe.verdict import Verdict
+from oomguard._search.propose import choose
+from oomguard._search.run import LAST_SECONDS, Cache, Progress, count_ooms
+from oomguard._search.screen import screen
+from oomguard._search.study import TrialStore
+from oomguard._spec.spec import Spec
 
 LSTM = Spec(cell="lstm", seq=10_000)
 FIXED: dict[str, Any] = {"threads": 2, "allocator": "steady", "recompute": True}
@@ -40,8 +39,8 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
     return Rig(machine=SLOW).install(monkeypatch)
 
 
-def states(book: Book) -> set[TrialState]:
-    return {one.state for one in book.study.trials}
+def states(trials: TrialStore) -> set[TrialState]:
+    return {one.state for one in trials.study.trials}
 
 
 def at(number: int, act: Callable[[], Any]) -> Callable[[int], None]:
@@ -111,12 +110,12 @@ def test_a_search_ends_when_more_probes_would_change_nothing(rig: Rig) -> None:
     assert choose(screen(found.problem, found.records)) is not None
 
 
-def test_every_probe_is_in_the_ledger_and_in_the_book(rig: Rig, tmp_path: Path) -> None:
+def test_every_probe_is_in_the_ledger_and_in_the_study(rig: Rig, tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "records.jsonl")
     search = make_search(PROBLEM, ledger=ledger)
     search.run(["cpu"])
-    assert ledger.read() == rig.records == search.book.records()
-    assert states(search.book) == {TrialState.COMPLETE}
+    assert ledger.read() == rig.records == search.trials.records()
+    assert states(search.trials) == {TrialState.COMPLETE}
 
 
 def test_a_record_is_on_the_disk_before_the_next_probe_begins(rig: Rig, tmp_path: Path) -> None:
@@ -128,9 +127,9 @@ def test_a_record_is_on_the_disk_before_the_next_probe_begins(rig: Rig, tmp_path
 
 
 def test_a_search_in_the_same_study_runs_nothing_anew(rig: Rig) -> None:
-    book = Book("a", PROBLEM.maximize)
-    first = make_search(PROBLEM, book=book).run(["cpu"])
-    again = make_search(PROBLEM, book=book).run(["cpu"])
+    trials = TrialStore("a", PROBLEM.maximize)
+    first = make_search(PROBLEM, trials=trials).run(["cpu"])
+    again = make_search(PROBLEM, trials=trials).run(["cpu"])
     assert again.records == first.records
     assert len(rig.records) == len(first.records)
 
@@ -162,9 +161,9 @@ def test_no_more_probes_are_run_than_allowed_and_there_is_a_plan(rig: Rig, most:
 
 
 def test_the_probes_of_the_search_that_it_continues_count(rig: Rig) -> None:
-    book = Book("a", PROBLEM.maximize)
+    trials = TrialStore("a", PROBLEM.maximize)
     for most in (2, 3):
-        make_search(PROBLEM, book=book, max_probes=most).run(["cpu"])
+        make_search(PROBLEM, trials=trials, max_probes=most).run(["cpu"])
     assert len(rig.records) == 3
 
 
@@ -213,7 +212,7 @@ def test_an_interrupted_search_has_what_it_found_and_leaves_nothing_running(rig:
     found = search.run(["cpu"])
     assert found.ended == "interrupted"
     assert len(found.records) == number
-    assert TrialState.RUNNING not in states(search.book)
+    assert TrialState.RUNNING not in states(search.trials)
     assert rig.closed == ["cpu"]
 
 
@@ -232,14 +231,14 @@ def test_an_interrupt_while_progress_is_shown_leaves_nothing_running(rig: Rig) -
     found = search.run(["cpu"])
     assert found.ended == "interrupted"
     assert len(found.records) == 1
-    assert TrialState.RUNNING not in states(search.book)
+    assert TrialState.RUNNING not in states(search.trials)
 
 
 def test_a_search_that_was_interrupted_can_be_continued(rig: Rig) -> None:
     rig.before = at(2, interrupt)
-    book = Book("a", PROBLEM.maximize)
-    make_search(PROBLEM, book=book).run(["cpu"])
-    found = make_search(PROBLEM, book=book).run(["cpu"])
+    trials = TrialStore("a", PROBLEM.maximize)
+    make_search(PROBLEM, trials=trials).run(["cpu"])
+    found = make_search(PROBLEM, trials=trials).run(["cpu"])
     assert found.ended == "done"
     assert len({(one.spec, one.candidate) for one in found.records}) == len(found.records)
 
@@ -282,7 +281,7 @@ def test_two_devices_search_together_and_run_nothing_twice(rig: Rig) -> None:
     assert found.ended == "done"
     assert {one.device for one in found.records} == {"cpu", "other"}
     assert len({(one.spec, one.candidate) for one in found.records}) == len(found.records)
-    assert TrialState.RUNNING not in states(search.book)
+    assert TrialState.RUNNING not in states(search.trials)
 
 
 def test_two_devices_find_what_one_finds(rig: Rig) -> None:
@@ -300,7 +299,7 @@ def test_an_interrupt_ends_all_devices(rig: Rig) -> None:
     search = make_search(ROOMY)
     found = search.run(["cpu", "other"])
     assert found.ended == "interrupted"
-    assert TrialState.RUNNING not in states(search.book)
+    assert TrialState.RUNNING not in states(search.trials)
 
 
 def test_a_worker_that_fails_ends_the_search_soon_and_says_why(rig: Rig) -> None:
@@ -313,7 +312,7 @@ def test_a_worker_that_fails_ends_the_search_soon_and_says_why(rig: Rig) -> None
     with pytest.raises(RuntimeError, match="the disk is full"):
         search.run(["cpu", "other"])
     assert time.monotonic() - began < 2
-    assert TrialState.RUNNING not in states(search.book)
+    assert TrialState.RUNNING not in states(search.trials)
 
 
 def test_the_same_device_twice_is_refused(rig: Rig) -> None:
@@ -346,8 +345,8 @@ def test_progress_has_the_best_so_far_and_what_is_left(rig: Rig) -> None:
 
 
 def test_records_of_another_kind_of_device_in_the_study_count_nothing(rig: Rig) -> None:
-    book = Book("a", PROBLEM.maximize)
-    make_search(PROBLEM, book=book, max_probes=2).run(["cpu"])
-    search = make_search(PROBLEM, book=book, max_probes=2, cache=Cache(None, f"not {TITLE}"))
+    trials = TrialStore("a", PROBLEM.maximize)
+    make_search(PROBLEM, trials=trials, max_probes=2).run(["cpu"])
+    search = make_search(PROBLEM, trials=trials, max_probes=2, cache=Cache(None, f"not {TITLE}"))
     found = search.run(["cpu"])
     assert [*found.records] == rig.records[2:]

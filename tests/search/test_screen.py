@@ -7,18 +7,17 @@ import numpy as np
 import pytest
 from search.machine import Machine, make_problem, replace, solve
 
-from oomguard.calibrate.speed import QUIET
-from oomguard.candidate import Candidate, make_candidate
-from oomguard.estimate import gpus
-from oomguard.estimate.place import on_card
-from oomguard.probe.record import Record
-from oomguard.probe.verdict import Verdict
-from oomguard.search.problem import Problem
-from oomguard.search.screen import SETTING, record_of, rows_like, screen
-from oomguard.search.shorten import shorten
-from oomguard.search.space import Here, make_space
-from oomguard.spec import Spec
-from oomguard.units import GIB, MIB
+from oomguard._core.units import GIB, MIB
+from oomguard._estimate import cards
+from oomguard._estimate.target import on_card
+from oomguard._predict.speed import QUIET
+from oomguard._probe.record import Record
+from oomguard._probe.verdict import Verdict
+from oomguard._search.lengths import shorten
+from oomguard._search.screen import SETTING, record_of, rows_like, screen
+from oomguard._search.space import Choices, Problem, make_space
+from oomguard._spec.candidate import Candidate, make_candidate
+from oomguard._spec.spec import Spec
 
 LSTM = Spec(cell="lstm", seq=2000)
 PROBLEM = make_problem(LSTM, 700 * MIB)
@@ -68,13 +67,13 @@ def test_nothing_is_eligible_whose_peak_and_margin_exceed_the_budget(budget_byte
     for records in ([], solve(Machine(ratio=ratio), problem)):
         view = screen(problem, records)
         assert view.eligible.any()
-        assert (view.safe_bytes[view.eligible] <= budget_bytes).all()
-        assert (view.safe_bytes >= view.peak_bytes).all()
+        assert (view.expected.safe_bytes[view.eligible] <= budget_bytes).all()
+        assert (view.expected.safe_bytes >= view.expected.peak_bytes).all()
 
 
 def test_without_records_the_screen_is_the_estimate_and_nothing_has_run() -> None:
     view = screen(PROBLEM, [])
-    assert (view.peak_bytes >= view.estimate.total_bytes).all()
+    assert (view.expected.peak_bytes >= view.estimate.total_bytes).all()
     assert (view.longest == 0).all()
     assert np.isnan(view.seconds).all()
 
@@ -86,9 +85,9 @@ def test_a_larger_budget_lets_all_fit_that_fitted_before() -> None:
 
 
 def test_on_a_card_the_hosts_memory_counts_too() -> None:
-    spec, place = Spec(cell="lstm", seq=20_000, features=512), on_card(gpus.card("t4"))
-    space = make_space(spec, place, 2 * GIB, Here(), ())
-    problem = Problem(spec=spec, place=place, space=space, budget_bytes=2 * GIB)
+    spec, target = Spec(cell="lstm", seq=20_000, features=512), on_card(cards.card("t4"))
+    space = make_space(spec, target, 2 * GIB, Choices())
+    problem = Problem(spec=spec, target=target, space=space, budget_bytes=2 * GIB)
     roomy, tight = (screen(replace(problem, host_bytes=size), []) for size in (1 << 40, GIB))
     assert tight.eligible.any()
     needs = np.broadcast_to(tight.estimate.host_bytes, len(tight.fits))
@@ -104,8 +103,8 @@ def test_a_candidate_that_ran_goes_by_its_record() -> None:
     record = ran(candidate, peak_bytes=600 * MIB)
     view = screen(PROBLEM, [record])
     row = view.find(candidate)
-    assert view.peak_bytes[row] == 600 * MIB
-    assert 600 * MIB < view.safe_bytes[row] < 610 * MIB
+    assert view.expected.peak_bytes[row] == 600 * MIB
+    assert 600 * MIB < view.expected.safe_bytes[row] < 610 * MIB
     assert view.longest[row] == LSTM.steps
 
 
@@ -128,7 +127,7 @@ def test_a_record_of_shorter_sequences_tells_the_time_and_not_the_peak() -> None
     view = screen(PROBLEM, [record])
     row = view.find(candidate)
     assert view.longest[row] == 500
-    assert view.peak_bytes[row] == view.prediction.peak_bytes[row]
+    assert view.expected.peak_bytes[row] == view.prediction.peak_bytes[row]
     assert record.seconds_per_pass is not None
     assert view.seconds[row] == pytest.approx(4 * 4 * record.seconds_per_pass, rel=0.05)
 
@@ -176,7 +175,7 @@ def test_of_several_turns_the_middle_one_tells_the_time_and_the_highest_the_peak
     row = view.find(candidate)
     assert row is not None
     assert view.seconds[row] == pytest.approx(4 * 3.1, rel=QUIET)
-    assert view.peak_bytes[row] == 560 * MIB
+    assert view.expected.peak_bytes[row] == 560 * MIB
     assert record_of(records, view, row) == records[1]
 
 
@@ -231,7 +230,7 @@ def test_what_ran_out_takes_nothing_smaller_and_no_other_setting_with_it() -> No
     candidate = knobs(segments=4)
     before, after = screen(PROBLEM, []), screen(PROBLEM, [failed(Verdict.OOM, candidate)])
     out = before.fits & ~after.fits
-    peaks, same = before.peak_bytes, rows_like(before.candidates, candidate, [*SETTING])
+    peaks, same = before.expected.peak_bytes, rows_like(before.candidates, candidate, [*SETTING])
     assert out[before.find(candidate)]
     assert (same[out] & (peaks[out] >= peaks[before.find(candidate)])).all()
     assert (after.fits <= before.fits).all()
@@ -270,9 +269,9 @@ def test_where_one_was_strained_others_of_its_setting_must_peak_lower() -> None:
     view = screen(PROBLEM, [strained])
     same = rows_like(view.candidates, candidate, [*SETTING])
     assert not fits(PROBLEM, [strained], candidate)
-    assert (view.peak_bytes[view.fits & same] < 560 * MIB).all()
+    assert (view.expected.peak_bytes[view.fits & same] < 560 * MIB).all()
     assert (view.fits & same).any()
-    assert (view.peak_bytes[view.fits & ~same] > 560 * MIB).any()
+    assert (view.expected.peak_bytes[view.fits & ~same] > 560 * MIB).any()
 
 
 # other models
@@ -283,7 +282,7 @@ def test_what_did_not_run_of_another_model_changes_nothing(verdict: Verdict) -> 
     other = msgspec.structs.replace(LSTM, hidden=300)
     before, after = screen(PROBLEM, []), screen(PROBLEM, [failed(verdict, knobs(segments=4), spec=other)])
     assert (before.fits == after.fits).all()
-    assert (before.peak_bytes == after.peak_bytes).all()
+    assert (before.expected.peak_bytes == after.expected.peak_bytes).all()
 
 
 def test_what_ran_of_another_model_changes_predictions_alone() -> None:
@@ -292,7 +291,7 @@ def test_what_ran_of_another_model_changes_predictions_alone() -> None:
     view = screen(PROBLEM, records)
     assert (view.longest == 0).all()
     assert np.isnan(view.seconds).all()
-    assert (view.peak_bytes == view.prediction.peak_bytes).all()
+    assert (view.expected.peak_bytes == view.prediction.peak_bytes).all()
     assert (view.fits == (view.estimate.runs & (view.prediction.safe_bytes <= 700 * MIB))).all()
 
 
@@ -302,4 +301,4 @@ def test_cached_records_steer_predictions_and_count_as_run_nowhere() -> None:
     assert (view.longest == 0).all()
     row = view.find(knobs(segments=4))
     assert row is not None
-    assert view.peak_bytes[row] > screen(PROBLEM, []).peak_bytes[row]
+    assert view.expected.peak_bytes[row] > screen(PROBLEM, []).expected.peak_bytes[row]

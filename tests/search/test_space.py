@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import attempt, has_three_beats, specs, up_to
 
-from oomguard.candidate import Candidates, check_candidate, is_none
-from oomguard.estimate import gpus
-from oomguard.estimate.place import CPU, Place, on_card
-from oomguard.search.space import (
+from oomguard._core.units import GIB
+from oomguard._estimate import cards
+from oomguard._estimate.target import CPU, Target, on_card
+from oomguard._search.space import (
     ALLOWED,
     FINE,
     MOST_ROWS,
     SHORTEST_PIECE,
-    Here,
+    Choices,
     Space,
     check_allow,
     check_fixed,
@@ -26,28 +26,27 @@ from oomguard.search.space import (
     lossy,
     make_space,
     microbatches,
-    pick,
     segment_counts,
     shapes,
 )
-from oomguard.spec import Spec
-from oomguard.units import GIB
+from oomguard._spec.candidate import Candidates, check_candidate, is_none
+from oomguard._spec.spec import Spec
 
-CARD = on_card(gpus.card("a100-80gb"))
-HERE = Here(precisions=("fp32", "fp16", "bf16"), cores=2, expandable=True)
+CARD = on_card(cards.card("a100-80gb"))
+PRECISIONS = ("fp32", "fp16", "bf16")
 LSTM = Spec(cell="lstm", seq=10_000)
 BOTH_WAYS = Spec(cell="gru", seq=10_000, bidirectional=True)
-any_space = given(spec=specs(), place=st.sampled_from([CPU, CARD]), allow=st.sets(st.sampled_from(ALLOWED)))
+any_space = given(spec=specs(), target=st.sampled_from([CPU, CARD]), allow=st.sets(st.sampled_from(ALLOWED)))
 few = settings(max_examples=12)
 
 
-def make_grid(spec: Spec, place: Place = CPU, allow: tuple[str, ...] = (), **fixed: Any) -> Candidates:
-    return grid(spec, space_of(spec, place, allow, **fixed))
+def make_grid(spec: Spec, target: Target = CPU, allow: tuple[str, ...] = (), **fixed: Any) -> Candidates:
+    return grid(spec, space_of(spec, target, allow, **fixed))
 
 
-def space_of(spec: Spec, place: Place = CPU, allow: tuple[str, ...] = (), **fixed: Any) -> Space:
-    here = Here(precisions=HERE.precisions, cores=2, expandable=True, fixed=fixed)
-    return make_space(spec, place, 8 * GIB, here, allow)
+def space_of(spec: Spec, target: Target = CPU, allow: tuple[str, ...] = (), **fixed: Any) -> Space:
+    choices = Choices(precisions=PRECISIONS, cores=2, expandable=True, allow=allow, fixed=fixed)
+    return make_space(spec, target, 8 * GIB, choices)
 
 
 def column(found: Candidates, name: str) -> Any:
@@ -62,9 +61,9 @@ def values(found: Candidates, name: str) -> set[Any]:
 @few
 @any_space
 def test_microbatch_and_accumulation_cover_the_batch_and_no_pass_is_empty(
-    spec: Spec, place: Place, allow: set[str]
+    spec: Spec, target: Target, allow: set[str]
 ) -> None:
-    found = make_grid(spec, place, tuple(allow))
+    found = make_grid(spec, target, tuple(allow))
     rows, passes = np.asarray(found.microbatch), np.asarray(found.accumulation)
     assert (rows * passes >= spec.batch).all()
     assert (rows * (passes - 1) < spec.batch).all()
@@ -72,8 +71,8 @@ def test_microbatch_and_accumulation_cover_the_batch_and_no_pass_is_empty(
 
 @few
 @any_space
-def test_every_row_is_a_candidate_that_serves_the_spec(spec: Spec, place: Place, allow: set[str]) -> None:
-    found = make_grid(spec, place, tuple(allow))
+def test_every_row_is_a_candidate_that_serves_the_spec(spec: Spec, target: Target, allow: set[str]) -> None:
+    found = make_grid(spec, target, tuple(allow))
     for row in {*np.linspace(0, len(found) - 1, 40).astype(int).tolist()}:
         check_candidate(spec, found[row])
 
@@ -81,17 +80,17 @@ def test_every_row_is_a_candidate_that_serves_the_spec(spec: Spec, place: Place,
 @few
 @any_space
 def test_no_segment_is_shorter_than_a_step_and_no_window_as_long_as_the_sequence(
-    spec: Spec, place: Place, allow: set[str]
+    spec: Spec, target: Target, allow: set[str]
 ) -> None:
-    found = make_grid(spec, place, tuple(allow))
+    found = make_grid(spec, target, tuple(allow))
     assert (np.asarray(found.segments) <= spec.steps).all()
     assert all(one is None or one < spec.steps for one in values(found, "window"))
 
 
 @few
 @any_space
-def test_only_lossy_knobs_that_are_allowed_are_turned(spec: Spec, place: Place, allow: set[str]) -> None:
-    found = make_grid(spec, place, tuple(allow))
+def test_only_lossy_knobs_that_are_allowed_are_turned(spec: Spec, target: Target, allow: set[str]) -> None:
+    found = make_grid(spec, target, tuple(allow))
     words = {"precision": "precision", "window": "window", "state_8bit": "8bit"}
     usual = {"precision": "fp32", "window": None, "state_8bit": False}
     turned = {words[name] for name, value in usual.items() if values(found, name) != {value}}
@@ -100,8 +99,8 @@ def test_only_lossy_knobs_that_are_allowed_are_turned(spec: Spec, place: Place, 
 
 @few
 @any_space
-def test_what_pytorch_would_do_is_always_there(spec: Spec, place: Place, allow: set[str]) -> None:
-    found = make_grid(spec, place, tuple(allow))
+def test_what_pytorch_would_do_is_always_there(spec: Spec, target: Target, allow: set[str]) -> None:
+    found = make_grid(spec, target, tuple(allow))
     plain = (column(found, "segments") == 1) & is_none(column(found, "window"))
     plain &= (column(found, "microbatch") == spec.batch) & (column(found, "precision") == "fp32")
     assert plain.any()
@@ -152,7 +151,7 @@ def test_what_is_lossy_is_marked_row_by_row() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "place", "engines"),
+    ("spec", "target", "engines"),
     [
         (LSTM, CPU, {"onednn", "native"}),
         (Spec(cell="lstm", seq=10, projection=4), CPU, {"native"}),
@@ -160,8 +159,8 @@ def test_what_is_lossy_is_marked_row_by_row() -> None:
         (LSTM, CARD, {"cudnn"}),
     ],
 )
-def test_the_engines_are_those_that_the_device_has(spec: Spec, place: Place, engines: set[str]) -> None:
-    assert values(make_grid(spec, place), "engine") == engines
+def test_the_engines_are_those_that_the_device_has(spec: Spec, target: Target, engines: set[str]) -> None:
+    assert values(make_grid(spec, target), "engine") == engines
 
 
 def test_a_card_needs_no_threads() -> None:
@@ -170,7 +169,7 @@ def test_a_card_needs_no_threads() -> None:
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, {1}), (2, {1, 2}), (4, {1, 4}), (16, {1, 8, 16})])
 def test_threads_are_all_cores_or_one_or_a_half_of_many(cores: int, threads: set[int]) -> None:
-    space = make_space(LSTM, CPU, GIB, Here(cores=cores), ())
+    space = make_space(LSTM, CPU, GIB, Choices(cores=cores))
     assert {one["threads"] for one in space.settings} == threads
 
 
@@ -210,9 +209,9 @@ def test_what_weighs_little_has_no_knob_of_its_own() -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("place", [CPU, CARD], ids=["cpu", "card"])
-def test_a_knob_that_is_fixed_has_one_value_and_every_row_is_valid(place: Place, fixed: dict[str, Any]) -> None:
-    found = make_grid(LSTM, place, ALLOWED, **fixed)
+@pytest.mark.parametrize("target", [CPU, CARD], ids=["cpu", "card"])
+def test_a_knob_that_is_fixed_has_one_value_and_every_row_is_valid(target: Target, fixed: dict[str, Any]) -> None:
+    found = make_grid(LSTM, target, ALLOWED, **fixed)
     assert {name: values(found, name) for name in fixed} == {name: {value} for name, value in fixed.items()}
     for row in range(0, len(found), 53):
         check_candidate(LSTM, found[row])
@@ -251,12 +250,6 @@ def test_segments_go_up_to_pieces_of_a_few_steps_by_no_more_than_half(steps: int
     assert all(2 <= one <= steps for one in counts)
     assert all(after <= max(before + 1, 1.5 * before) for before, after in itertools.pairwise(counts))
     assert steps < 2 * SHORTEST_PIECE or counts[-1] == steps // SHORTEST_PIECE
-
-
-def test_rows_can_be_picked() -> None:
-    found = make_grid(LSTM)
-    some = pick(found, np.array([3, 1, 40]))
-    assert [some[row] for row in range(3)] == [found[row] for row in (3, 1, 40)]
 
 
 # messages

@@ -1,0 +1,327 @@
+"""The public functions. Each imports the packages that it needs when it is called."""
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from oomguard._core.errors import MisuseError, check_names, check_whole, conflict, flag, shown
+from oomguard._core.units import MAX_BYTES, parse_seconds, read_budget
+from oomguard._device.find import find_budget, find_target
+from oomguard._estimate.batch import estimate_batch
+from oomguard._estimate.breakdown import Estimate, estimate_step, margin_bytes
+from oomguard._probe.record import Record
+from oomguard._probe.runner import TIMEOUT_SECONDS, Runner
+from oomguard._spec.candidate import KNOBS, Candidate, Candidates
+from oomguard._spec.read import read_candidate, read_spec
+from oomguard._spec.spec import Spec
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+    from oomguard._guard import Guard
+    from oomguard._plan.value import Plan
+    from oomguard._report.curve import Curve
+    from oomguard._search.run import Progress
+    from oomguard._train.loop import Result, TrainProgress
+
+
+def estimate(
+    spec: Spec | None = None,
+    candidate: Candidate | Candidates | None = None,
+    *,
+    device: str = "cpu",
+    budget: int | str | None = None,
+    budget_bytes: int | None = None,
+    training: bool = True,
+    **fields: Any,
+) -> Estimate:
+    """Estimate the peak memory of one optimizer step by arithmetic, or of an evaluation pass with `training=False`.
+
+    Fields of the spec and knobs may be given by name instead of as `Spec` and `Candidate`. Without a candidate, the
+    whole batch is one pass. Arrays of knobs, or `Candidates`, give arrays of figures.
+
+    `device` is `cpu`, `cuda`, `cuda:1` or the name of any known card. `budget` is bytes or text such as "6GiB"; by
+    default it is the free memory of the device. `budget_bytes` is the same, in bytes only.
+
+    >>> estimate(cell="lstm", seq=1000, device="a100-80gb", budget="6GiB").fits
+    True
+    >>> estimate(Spec(cell="lstm", seq=1000), microbatch=[1, 32], device="a100-80gb").fits.tolist()
+    [True, True]
+    """
+    limit_bytes = _one_budget(budget, budget_bytes)
+    spec, candidate = _read(spec, candidate, fields)
+    target = find_target(device)
+    if limit_bytes is None:
+        limit_bytes = find_budget(device).limit_bytes
+    if isinstance(candidate, Candidates):
+        return replace(estimate_batch(spec, candidate, target, training=training), budget_bytes=limit_bytes)
+    result = estimate_step(spec, candidate, target, training=training)
+    margin = margin_bytes(spec, result.growth_bytes, candidate, target)
+    return replace(result, budget_bytes=limit_bytes, margin_bytes=margin)
+
+
+def probe(
+    spec: Spec | None = None,
+    candidate: Candidate | None = None,
+    *,
+    device: str = "cpu",
+    budget: int | str | None = None,
+    budget_bytes: int | None = None,
+    timeout: float | str = TIMEOUT_SECONDS,
+    **fields: Any,
+) -> Record:
+    """Run a few real steps of one candidate in a child process that is limited to the budget, and record the result.
+
+    Arguments are those of `estimate`, but the device must be present. Whatever happens to the child is a verdict.
+    Several probes are faster in one `oomguard.Runner`, which keeps its child process.
+
+    >>> record = probe(cell="gru", seq=20, hidden=8, batch=2, threads=1)
+    >>> record.verdict.name, record.steps
+    ('FITS', 3)
+    """
+    limit_bytes = _one_budget(budget, budget_bytes)
+    spec, chosen = _read(spec, candidate, fields)
+    if isinstance(chosen, Candidates):
+        raise MisuseError(
+            rule="A probe runs one candidate", got="got several", advice="Probe them one by one in a Runner."
+        )
+    with Runner(device, timeout=parse_seconds(timeout, "timeout")) as runner:
+        return runner.probe(spec, chosen, budget_bytes=limit_bytes)
+
+
+def find_feasible_config(
+    spec: Spec | None = None,
+    *,
+    data: Any = None,
+    budget: int | str | None = None,
+    device: str = "cpu",
+    maximize: str | Sequence[str] = "throughput",
+    allow: str | Sequence[str] = "precision",
+    max_probes: int = 24,
+    timeout: float | str = 100.0,
+    ledger: str | None = None,
+    storage: str | None = None,
+    progress: "Callable[[Progress], None] | None" = None,
+    **fields: Any,
+) -> "Plan":
+    """Search for the fastest (or largest, or longest) candidate that fits, with real probes, and return a `Plan`.
+
+    Fields of the spec may be given by name, and knobs to fix them. `budget` is bytes or text such as "6GiB", `timeout`
+    seconds or text such as "5min". `maximize` and `allow` take the words of `--maximize` and `--allow`. Several
+    devices, "cuda:0,cuda:1", search together. With `data`, as `train` takes it, the plan is for its sequence lengths;
+    options of data (`id`, `stride`, ...) say how it is cut. Raises `NothingFitsError` if nothing fits.
+
+    >>> plan = find_feasible_config(cell="gru", seq=50, hidden=16, batch=4, threads=1, max_probes=2)
+    >>> plan.ooms, plan.candidate.microbatch * plan.candidate.accumulation >= 4
+    (0, True)
+    """
+    from oomguard._plan.find import Question, find_plan
+    from oomguard._search.run import Limits
+
+    own, knobs = _split(fields)
+    spec = read_spec(spec, own) if data is None else _spec_for(spec, data, own)
+    question = Question(
+        spec=spec,
+        devices=_words("device", device),
+        budget_bytes=read_budget(budget),
+        maximize=_words("maximize", maximize),
+        allow=tuple(word for word in _words("allow", allow) if word != "none"),
+        fixed={name: value for name, value in knobs.items() if value is not None},
+        limits=Limits(max_probes=max_probes, seconds=parse_seconds(timeout, "timeout")),
+        ledger=ledger,
+        storage=storage,
+    )
+    return find_plan(question, find_target(question.devices[0]), find_budget(question.devices[0]), progress)
+
+
+def tradeoffs(
+    spec: Spec | None = None,
+    *,
+    over: dict[str, Any] | None = None,
+    device: str | None = None,
+    budget: int | str | None = None,
+    measured: Any = None,
+    **fields: Any,
+) -> "DataFrame":
+    """Compare candidates in memory and speed: a DataFrame with one row per candidate.
+
+    `over` says which knobs and fields of the spec vary: `{"microbatch": range(1, 65), "seq": "1000..8000*2"}`.
+    Without it, microbatch, segments and precision vary. `measured` is a plan, a ledger or records, as such or as a
+    path: predictions are calibrated by them, and columns show what was measured. A plan also gives spec, device,
+    budget and the other knobs. `total_bytes` is the estimate, the sum of the terms; `peak_bytes` is the prediction.
+
+    >>> table = tradeoffs(cell="lstm", seq=1000, over={"microbatch": [8, 32], "segments": [1, 10]}, budget="1GiB")
+    >>> table[["microbatch", "segments", "fits"]].values.tolist()
+    [[8, 1, True], [8, 10, True], [32, 1, False], [32, 10, True]]
+    """
+    from oomguard._report.subject import find_subject
+    from oomguard._report.tradeoffs import make_table
+
+    return make_table(find_subject(spec, over=over, device=device, budget=budget, measured=measured, **fields))
+
+
+def curves(
+    about: "Plan | Spec | None" = None,
+    *,
+    over: dict[str, Any] | None = None,
+    device: str | None = None,
+    budget: int | str | None = None,
+    measured: Any = None,
+    **fields: Any,
+) -> "list[Curve]":
+    """Charts of a plan, or of a model as `tradeoffs` takes it. Each answers one question.
+
+    They show one model: `over` takes values of microbatch, segments, precision and seq (the longest is shown).
+    A notebook displays a curve; `.figure()` returns a Matplotlib figure, `.save("front.png")` writes it to a file.
+
+    >>> [curve.name for curve in curves(cell="gru", seq=100, device="t4", hidden=8, layers=1)][:3]
+    ['front', 'region', 'segments']
+    """
+    from oomguard._plan.value import Plan
+    from oomguard._report.curves import curves_of
+    from oomguard._report.subject import find_subject
+
+    if isinstance(about, Plan):
+        about, measured = None, about
+    return curves_of(find_subject(about, over=over, device=device, budget=budget, measured=measured, **fields))
+
+
+def guard(plan: "Plan", *, device: str | None = None, events: str | None = None) -> "Guard":
+    """Keep your own training loop within memory: `with oomguard.guard(plan) as guard`. `Guard` has an example.
+
+    `device` is that of the plan unless it is given. `events` is a file to which every change is appended as JSON.
+
+    >>> plan = find_feasible_config(cell="gru", seq=8, hidden=8, batch=4, device="t4")
+    >>> with guard(plan, device="cpu") as kept:
+    ...     kept.rung, kept.rows
+    (0, 4)
+    """
+    from oomguard._device import open_device
+    from oomguard._guard import Guard
+    from oomguard._guard.events import Events
+
+    return Guard(
+        plan,
+        device=open_device(plan.where.device if device is None else device),
+        events=None if events is None else Events(events),
+    )
+
+
+def train(
+    plan: "Plan | str | os.PathLike[str]",
+    data: Any,
+    model: Callable[..., Any] | str | None = None,
+    *,
+    progress: "Callable[[TrainProgress], None] | None" = None,
+    **options: Any,
+) -> "Result":
+    """Train a plan, or the plan in a file, on data: a path, an array, a Dataset, or pairs (inputs, targets).
+
+    Options are the fields of `TrainOptions` (`epochs`, `steps`, `lr`, `run`, `resume`, ...) and of `DataOptions`
+    (`target`, `validation`, `seed`, ...). Raises `GuardError` if memory runs out on the last fallback.
+
+    >>> import numpy as np, tempfile, warnings
+    >>> plan = find_feasible_config(cell="gru", seq=8, features=2, hidden=8, batch=4, threads=1, max_probes=1)
+    >>> numbers = np.random.default_rng(0).normal(size=(40, 8, 3)).astype(np.float32)
+    >>> with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings(action="ignore"):
+    ...     result = train(plan, numbers, epochs=2, validation=0, run=directory)
+    >>> result.steps, result.ended
+    (20, 'done')
+    """
+    from oomguard._data.options import DataOptions
+    from oomguard._plan.store import load_plan
+    from oomguard._plan.value import Plan
+    from oomguard._train import TrainOptions
+    from oomguard._train.start import run_training
+
+    kinds: tuple[Any, ...] = (TrainOptions, DataOptions)
+    check_names("option", options, [field for kind in kinds for field in kind.__struct_fields__])
+    asked = [kind(**{k: v for k, v in options.items() if k in kind.__struct_fields__}) for kind in kinds]
+    found = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
+    if not isinstance(found, Plan):
+        raise MisuseError(
+            rule="train takes a plan or the path of a plan file",
+            got=f"got {shown(found)}",
+            advice="Give what find_feasible_config or load_plan returns, or the path of plan.json.",
+        )
+    return run_training(found, data, asked[0], asked[1], model, progress)
+
+
+def predict(
+    run: str | os.PathLike[str],
+    data: Any,
+    *,
+    output: str | None = None,
+    probabilities: bool = False,
+    device: str | None = None,
+    model: Callable[..., Any] | str | None = None,
+    **options: Any,
+) -> Any:
+    """Predict every sequence of some data with the model of a run: the best by validation, otherwise the last.
+
+    The data must have the form of the training data. It is read with the options of the training, unless `options`
+    (fields of `DataOptions`) change them. Numbers are in the units of the targets; for classes the result is the
+    likeliest, or the `probabilities` of all. With `output` (.npy or .csv) predictions are streamed to that file and its
+    path is returned; otherwise they are an array, padded with NaN or -100. A model of your own is found by the name of
+    its function, unless `model` gives it again.
+
+    >>> import numpy as np, tempfile, warnings
+    >>> plan = find_feasible_config(cell="gru", seq=8, features=2, hidden=8, batch=4, threads=1, max_probes=1)
+    >>> numbers = np.random.default_rng(0).normal(size=(40, 8, 3)).astype(np.float32)
+    >>> with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings(action="ignore"):
+    ...     result = train(plan, numbers, validation=0, run=directory)
+    ...     predict(directory, numbers[:5]).shape
+    (5, 8, 1)
+    """
+    from oomguard._data.options import DataOptions
+    from oomguard._train.evaluate import run_prediction
+
+    check_names("option", options, DataOptions.__struct_fields__)
+    return run_prediction(run, data, options, output=output, probabilities=probabilities, device=device, model=model)
+
+
+def _split(fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments by name, as fields of a spec (and options of data) and as knobs."""
+    knobs = {name: value for name, value in fields.items() if name in KNOBS}
+    return {name: value for name, value in fields.items() if name not in KNOBS}, knobs
+
+
+def _read(
+    spec: Spec | None, candidate: Candidate | Candidates | None, fields: dict[str, Any]
+) -> tuple[Spec, Candidate | Candidates]:
+    own, knobs = _split(fields)
+    spec = read_spec(spec, own)
+    return spec, read_candidate(spec, candidate, knobs)
+
+
+def _one_budget(budget: int | str | None, budget_bytes: int | None) -> int | None:
+    """The budget in bytes, given in one of two ways; None if it is not given."""
+    if budget is not None and budget_bytes is not None:
+        raise conflict("The budget is given once", "budget", "budget_bytes")
+    check_whole("budget", budget_bytes, 0, MAX_BYTES)
+    return read_budget(budget) if budget_bytes is None else budget_bytes
+
+
+def _spec_for(spec: Spec | None, data: Any, fields: dict[str, Any]) -> Spec:
+    """The spec, or that of the fields, with the lengths of the data."""
+    from oomguard._data.open import CUTTING, spec_from_data
+    from oomguard._data.options import DataOptions
+
+    options = DataOptions(**{name: value for name, value in fields.items() if name in CUTTING})
+    own = {name: value for name, value in fields.items() if name not in CUTTING}
+    return spec_from_data(own if spec is None else msgspec.structs.asdict(read_spec(spec, own)), data, options)
+
+
+def _words(name: str, text: str | Sequence[str]) -> tuple[str, ...]:
+    """The words of an argument: `throughput,seq`, or a list of them."""
+    words = text.split(",") if isinstance(text, str) else [*text] if isinstance(text, Iterable) else [text]
+    if not all(isinstance(word, str) for word in words):
+        raise MisuseError(
+            rule=f"{flag(name)} takes a name, or several",
+            got=f"got {shown(text)}",
+            advice=f"Leave {name} out, or give it text.",
+        )
+    return tuple(word.strip() for word in words if word.strip())

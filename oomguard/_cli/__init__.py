@@ -1,0 +1,1 @@
+"""The command line: commands, flags, parsing of values, and messages."""

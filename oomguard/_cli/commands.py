@@ -1,0 +1,346 @@
+"""The subcommands of `oomguard`. Each imports the code that it needs, so that the others start fast."""
+
+import json as json_
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import typer
+
+from oomguard._cli import flags, parsing
+from oomguard._cli.flags import JSON, SPEC, Flag, Group, add_command, flowing
+from oomguard._core.errors import MisuseError, check_whole, visible, wrong
+from oomguard._core.units import read_budget
+from oomguard._spec.read import PRESETS
+
+if TYPE_CHECKING:  # imported where it is used, since --json does not need it
+    from rich.console import Console
+
+FITS, DOES_NOT_FIT, MISUSE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
+"""Exit codes. The last two are those of the shell: 128 plus the number of the signal."""
+
+PLAN = Flag("plan", "PLAN", "Plan file, written by oomguard plan.")
+RUN = Flag("run", "RUN", "Directory of a training run, written by oomguard train.")
+CARDS = Flag("cards", "", "List the cards that --device knows by name.", bool)
+
+app = typer.Typer(
+    name="oomguard",
+    cls=Group,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,  # an internal error is printed by __main__.py
+    help=flowing("""\
+Train LSTM, GRU and RNN models on long sequences without running out of memory.
+
+[bold]Start here[/bold]
+
+- oomguard estimate --model lstm --seq 10000 [dim]  Will it fit?[/dim]
+- oomguard plan --model lstm --seq 10000 [dim]      What should I run?[/dim]
+- oomguard train plan.json --data FILE [dim]        Run it.[/dim]"""),
+)
+
+
+@app.callback(invoke_without_command=True)
+def _top(
+    context: typer.Context,
+    version: bool = typer.Option(False, "--version", help="Print the version.", show_default=False),
+) -> None:
+    if version:
+        print(f"oomguard {import_module('oomguard').__version__}")  # noqa: T201
+        raise typer.Exit(0)
+    if context.invoked_subcommand is None:
+        print(context.get_help())  # noqa: T201
+        raise typer.Exit(0)
+
+
+class Answer(NamedTuple):
+    """The result of a subcommand: text for stdout, and the exit code."""
+
+    text: str
+    code: int = FITS
+
+
+_command = partial(add_command, app)
+_ESTIMATED = [*flags.CANDIDATE, Flag("evaluate", "", "Estimate an evaluation pass, without gradients.", bool)]
+_PRESETS = "\n\n".join(
+    ["[bold]Presets[/bold]", *(f"- {name}: {preset['description']}" for name, preset in PRESETS.items())]
+)
+
+
+@_command("estimate", epilog=_PRESETS, Spec=SPEC, Candidate=_ESTIMATED, Where=flags.WHERE, Output=[JSON])
+def _estimate(*, device: str = "cpu", budget: str | None = None, json: bool = False, **values: Any) -> Answer:
+    """Estimate the peak memory of one candidate by arithmetic: no run, no GPU, no torch.
+
+    Flags override a preset and a spec file. --no-packed and the like turn off a switch of a spec file.
+
+    [bold]Examples[/bold]
+
+    - oomguard estimate --model lstm --seq 10000
+    - oomguard estimate --preset char-lm --device rtx-4090 --precision bf16
+    - oomguard estimate --model spec.toml --segments 100 --budget 6GiB --json
+
+    Exit codes: 0 it fits, 1 it does not fit, 2 wrong usage.
+    """
+    from oomguard._api import estimate
+    from oomguard._device.find import find_budget, find_target
+    from oomguard._report.estimate import show_estimate, to_json
+
+    limit, limit_bytes = "--budget", read_budget(budget)
+    spec, candidate = parsing.read(values)
+    if limit_bytes is None:
+        free = find_budget(device)
+        limit, limit_bytes = free.binding.name, free.limit_bytes
+    training = not values.get("evaluate", False)
+    result = estimate(spec, candidate, device=device, budget_bytes=limit_bytes, training=training)
+
+    def show(console: "Console") -> None:
+        from oomguard._plan.advice import advise
+
+        show_estimate(spec, result, limit, advise(spec, result, find_target(device)), console)
+
+    return _answer(json, lambda: to_json(result), show, FITS if result.fits else DOES_NOT_FIT)
+
+
+@_command("probe", Spec=SPEC, Candidate=flags.PROBED, Where=flags.HERE, Output=[flags.TIMEOUT, flags.LEDGER, JSON])
+def _probe(*, device: str = "cpu", budget: str | None = None, json: bool = False, **values: Any) -> Answer:
+    """Run a few real steps of one candidate in a child process, and compare them with the estimate.
+
+    The child is limited to the budget: a candidate that is too large ends in a verdict, not in a crash.
+
+    [bold]Examples[/bold]
+
+    - oomguard probe --model lstm --seq 2000 --batch 8
+    - oomguard probe --model gru --seq 10000 --segments 50 --threads 1
+    - oomguard probe --model spec.toml --device cuda --precision bf16 --json
+
+    Exit codes: 0 it fits, 1 it does not fit, 2 wrong usage.
+    """
+    from oomguard._api import estimate, probe
+    from oomguard._probe.record import open_ledger
+    from oomguard._report.estimate import record_json, show_record
+
+    spec, candidate = parsing.read(values)
+    options = parsing.read_options(values, [flags.TIMEOUT])
+    estimated = estimate(spec, candidate, device=device, budget=budget)
+    ledger = open_ledger(values["ledger"]) if "ledger" in values else None
+    record = probe(spec, candidate, device=device, budget=budget, **options)
+    if ledger is not None:
+        ledger.append(record)
+    code = FITS if record.verdict.ran else DOES_NOT_FIT
+    text = partial(show_record, record, estimated)
+    return _answer(json, lambda: record_json(record, estimated), text, code)
+
+
+_FIXED: dict[str, Any] = {"Knobs (fixed if given)": flags.FIXED}
+
+
+@_command("plan", Spec=SPEC, Data=flags.CUT, **_FIXED, Where=flags.ANYWHERE, Search=flags.SEARCH, Output=flags.PLANNED)
+def _plan(*, device: str = "cpu", output: str = "plan.json", json: bool = False, **values: Any) -> Answer:
+    """Find the fastest candidate that fits, by a few real probes, and write it to a plan file with its evidence.
+
+    Probes run in child processes that are limited to the budget. Ctrl-C ends the search with the best plan so far.
+    For a card that this machine does not have, the plan is made by arithmetic alone.
+
+    [bold]Examples[/bold]
+
+    - oomguard plan --model lstm --seq 10000
+    - oomguard plan --preset char-lm --device a100-80gb --maximize throughput,seq
+    - oomguard plan --model spec.toml --data sales.csv --id shop --ledger runs
+
+    Exit codes: 0 a plan was written, 1 nothing fits (with advice), 2 wrong usage.
+    """
+    from oomguard._api import find_feasible_config
+    from oomguard._plan.shortfall import NothingFitsError
+    from oomguard._plan.store import save_plan
+    from oomguard._report.plan import plan_json, shortfall_json, show_result, show_shortfall
+    from oomguard._report.progress import live
+
+    spec, fixed = parsing.read_planned(values)
+    options = parsing.read_options(values, [flags.BUDGET, *flags.SEARCH])
+    parsing.check_output(output)
+    try:
+        with live(quiet=json) as progress:
+            plan = find_feasible_config(spec, device=device, progress=progress, **options, **fixed)
+    except NothingFitsError as error:
+        shortfall = error.shortfall
+        text = partial(show_shortfall, shortfall, spec, device)
+        return _answer(json, lambda: shortfall_json(shortfall), text, DOES_NOT_FIT)
+    try:
+        path, code = save_plan(plan, output), FITS
+    except MisuseError as error:  # the plan is shown even if it cannot be saved
+        say(str(error))
+        path, code = None, MISUSE
+    return _answer(json, lambda: plan_json(plan), partial(show_result, plan, path), code)
+
+
+@_command("train", PLAN, Data=flags.DATA, Training=flags.TRAINED, Output=[JSON])
+def _train(*, plan: str, json: bool = False, **values: Any) -> Answer:
+    """Train a plan on data. If memory gets tight, the guard falls back to a smaller candidate and loses nothing.
+
+    The process restarts itself with the allocator settings of the plan. Ctrl-C ends training after the current step,
+    with a checkpoint. Several processes train together if torchrun starts them.
+
+    [bold]Examples[/bold]
+
+    - oomguard train plan.json --data prices.csv --target close --epochs 20
+    - oomguard train plan.json --data book.txt --steps 9000 --run book
+    - oomguard train plan.json --data book.txt --steps 9000 --run book --resume
+    - torchrun --nproc-per-node 2 -m -- oomguard train plan.json --data waves.npy
+
+    Exit codes: 0 done, 1 out of memory on the last fallback (with a checkpoint), 2 wrong usage.
+    """
+    from oomguard._plan.store import load_plan
+    from oomguard._report.progress import follow, result_json, show_training
+
+    data = parsing.read_path(values, "oomguard train")
+    options = parsing.read_options(values, [*flags.DATA[1:], *flags.TRAINED])
+    loaded = load_plan(plan)
+    _restart_with(loaded.exports)
+    from oomguard._api import train
+
+    first = os.environ.get("RANK", "0") == "0"  # of several processes that torchrun started, one prints
+    with follow(quiet=json or not first) as progress:
+        result = train(loaded, data, progress=progress, **options)
+    code = INTERRUPTED if result.ended == "interrupted" else FITS
+    if not first:
+        return Answer("", code)
+    return _answer(json, lambda: result_json(result), partial(show_training, result), code)
+
+
+@_command("predict", RUN, Data=flags.READ, Output=flags.PREDICTED)
+def _predict(*, run: str, **values: Any) -> Answer:
+    """Predict every sequence of some data with the model of a run: the best by validation, otherwise the last.
+
+    The data must have the form of the training data. It is read with the options of the training, unless flags change
+    them.
+
+    [bold]Examples[/bold]
+
+    - oomguard predict runs/lstm-1000 --data new.csv --output predictions.csv
+    - oomguard predict book --data more.txt --probabilities
+    - oomguard predict book --data more.txt --device cpu --output next.npy
+    """
+    from oomguard._api import predict
+
+    data = parsing.read_path(values, "oomguard predict")
+    usual = "predictions.npy"
+    options = {"output": usual} | parsing.read_options(values, [*flags.READ[1:], *flags.PREDICTED])
+    parsing.check_output(options["output"], usual)
+    return Answer(f"{predict(run, data, **options)}\n")
+
+
+@_command("tradeoffs", Spec=SPEC, **_FIXED, Where=flags.WHERE, Table=flags.TABLE, Output=flags.TABLE_OUTPUT)
+def _tradeoffs(*, output: str | None = None, json: bool = False, **values: Any) -> Answer:
+    """Compare candidates: what each needs in memory and how fast it is, as a table or as charts.
+
+    Figures come from arithmetic, for any device; with a plan or a ledger, measurements correct them. By default,
+    microbatch, segments and precision vary. A range is 1..64 (all), 1..64*2 (doublings) or 100..1000+100 (steps).
+
+    [bold]Examples[/bold]
+
+    - oomguard tradeoffs --model lstm --seq 10000 --device a100-80gb
+    - oomguard tradeoffs --plan plan.json --output tradeoffs.html
+    - oomguard tradeoffs --model gru --over seq=1000..64000*2 --over segments=1,16
+
+    Exit codes: 0 something fits, 1 nothing fits, 2 wrong usage.
+    """
+    from oomguard._report.subject import find_subject
+    from oomguard._report.tradeoffs import check_written, make_table, save, show_tradeoffs, table_json
+
+    measured, spec, fixed, over = parsing.read_table(values)
+    budget_bytes = read_budget(values.get("budget"))
+    curve = check_written(output, values.get("curve"))
+    if output is not None:
+        parsing.check_output(output, f"tradeoffs{Path(output).suffix}")
+    subject = find_subject(
+        spec, over=over, device=values.get("device"), budget=budget_bytes, measured=measured, **fixed
+    )
+    table = make_table(subject)
+    code = FITS if table["fits"].any() else DOES_NOT_FIT
+    path = None if output is None else save(subject, table, output, curve)
+    text = partial(show_tradeoffs, subject, table, path)
+    return _answer(json, lambda: table_json(subject, table), text, code)
+
+
+@_command("show", PLAN, Output=[flags.SEQUENCES, flags.HTML, JSON])
+def _show(*, plan: str, html: str | None = None, json: bool = False, **values: Any) -> Answer:
+    """Explain a plan: the choice and its reasons, the evidence, what to expect, and the fallbacks.
+
+    [bold]Examples[/bold]
+
+    - oomguard show plan.json
+    - oomguard show plan.json --html report.html --sequences 50000
+    - oomguard show plan.json --json
+    """
+    from oomguard._plan.store import load_plan
+    from oomguard._report.plan import plan_json, show_plan
+
+    sequences = parsing.read_options(values, [flags.SEQUENCES]).get("sequences")
+    check_whole("sequences", sequences, 1, 10**15)
+    loaded = load_plan(plan)
+    if html is not None:
+        from oomguard._report.page import save_page
+
+        if os.path.exists(html) and os.path.samefile(html, plan):
+            raise wrong("html", "another file than the plan", html, "Write it as --html report.html.")
+        path = save_page(loaded, html, sequences)
+        return Answer(plan_json(loaded) if json else f"{path}\n")
+    return _answer(json, lambda: plan_json(loaded), partial(show_plan, loaded, sequences))
+
+
+@_command("devices", Output=[CARDS, JSON])
+def _devices(*, cards: bool = False, json: bool = False, **_: Any) -> Answer:
+    """Show the devices of this machine, and the memory that this process may use on each.
+
+    [bold]Examples[/bold]
+
+    - oomguard devices
+    - oomguard devices --cards
+    - oomguard devices --json
+    """
+    from oomguard._device.find import present_devices
+    from oomguard._estimate.cards import card, names
+    from oomguard._report.estimate import card_json, devices_json, show_cards, show_devices
+
+    if cards:
+        known = [card(name) for name in names()]
+        return _answer(json, lambda: {"cards": [*map(card_json, known)]}, partial(show_cards, known))
+    devices, note = present_devices()
+    return _answer(json, lambda: devices_json(devices, note), partial(show_devices, devices, note))
+
+
+started_with: list[str] | None = None
+"""The arguments of this process, if it was started by the command."""
+
+
+def _restart_with(exports: dict[str, str]) -> None:
+    """Replace this process by the same command with these variables: allocators read them when a process starts."""
+    if started_with is None or all(os.environ.get(name) == value for name, value in exports.items()):
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, [sys.executable, "-m", "oomguard", *started_with], os.environ | exports)
+
+
+def say(text: str) -> None:
+    """Print a message to stderr."""
+    print(f"oomguard: {visible(text)}", file=sys.stderr)  # noqa: T201
+
+
+def _answer(
+    json: bool, document: Callable[[], dict[str, Any] | str], show: "Callable[[Console], None]", code: int = FITS
+) -> Answer:
+    """The JSON document, or the text that `show` prints for the terminal or the pipe behind stdout."""
+    if json:
+        content = document()
+        return Answer(content if isinstance(content, str) else json_.dumps(content, indent=2) + "\n", code)
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    with console.capture() as captured:
+        show(console)
+    return Answer(captured.get(), code)

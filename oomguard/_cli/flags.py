@@ -1,0 +1,334 @@
+"""Command-line flags. Those of a spec, a candidate and of options are generated from the fields of their structs."""
+
+import ast
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from oomguard._core.errors import REQUIRED, fields_of
+from oomguard._core.errors import flag as flag_word
+from oomguard._data.options import DataOptions
+from oomguard._spec.candidate import KNOBS, Candidate
+from oomguard._spec.read import PRESETS
+from oomguard._spec.spec import Spec
+from oomguard._train import TrainOptions
+
+Struct = type[msgspec.Struct]
+
+
+class Flag(NamedTuple):
+    """One flag or argument. Its value reaches a command as text; the field that takes it checks it."""
+
+    name: str
+    """Name of the field, such as `layer_norm`."""
+    metavar: str
+    """Placeholder of the value in the help; empty for a switch."""
+    text: str = ""
+    """Help text; empty if it comes from the docstring of the field."""
+    kind: type = str
+    """Type of the value."""
+    choices: tuple[str, ...] = ()
+    """Values that it takes; empty if there are others."""
+    many: bool = False
+    """Whether it may be given several times."""
+    negative: bool = False
+    """Whether a switch is on by default, so that the help shows the flag that turns it off."""
+    struct: Struct | None = None
+    """The struct that has the field."""
+    fixes: bool = False
+    """Whether it fixes a knob of a search, which has no default then."""
+
+    @property
+    def word(self) -> str:
+        """The flag as the help shows it, such as `--layer-norm`."""
+        return "--" + (f"no_{self.name}" if self.negative else self.name).replace("_", "-")
+
+
+_METAVARS = {int: "N", float: "P", bool: "", dict: "HISTOGRAM", tuple: "COLUMNS", str: "TEXT"}
+_OWN_METAVARS = {
+    **{"frozen": "PARTS", "id": "COLUMN", "targets": "FILE", "cache": "DIR", "run": "DIR", "save_every": "WHEN"}
+}
+"""Metavars of fields whose type does not tell what they hold."""
+_HELP = {
+    "lengths": "Histogram of sequence lengths, such as 100:5000,2000:40, or a file of lengths: .npy, .csv, .txt.",
+    "frozen": "Parts that are not trained, such as embedding,layer0,head.",
+}
+"""Help of fields that are written differently in Python."""
+
+
+def flags_of(struct: Struct, leave_out: Iterable[str] = (), *, fixes: bool = False) -> list[Flag]:
+    """The flags of the fields of a struct.
+
+    >>> [flag.word for flag in flags_of(Candidate)][:5]
+    ['--microbatch', '--accumulation', '--precision', '--segments', '--no-recompute']
+    """
+    return [
+        Flag(
+            name=name,
+            metavar="NAME" if field.choices else _OWN_METAVARS.get(name, _METAVARS[field.kind]),
+            text=_HELP.get(name, ""),
+            kind=field.kind,
+            choices=field.choices,
+            negative=field.default is True,
+            struct=struct,
+            fixes=fixes,
+        )
+        for name, field in fields_of(struct).items()
+        if name not in leave_out
+    ]
+
+
+MODEL = Flag(
+    "model",
+    "NAME",
+    "Cell (rnn, lstm or gru), or a spec file such as spec.toml.",
+    choices=fields_of(Spec)["cell"].choices,
+)
+PRESET = Flag("preset", "NAME", "Start from a ready-made spec: " + ", ".join(PRESETS) + ".", choices=tuple(PRESETS))
+SPEC_FIELDS = sorted(flags_of(Spec, ["cell"]), key=lambda flag: flag.name not in ("seq", "batch"))
+"""Flags of the fields of a spec, the most important first."""
+SPEC = [MODEL, PRESET, *SPEC_FIELDS]
+CANDIDATE = flags_of(Candidate)
+PROBED = [flag for flag in CANDIDATE if KNOBS[flag.name].role.group != "loading"]
+"""Knobs of a probe, which generates its data itself."""
+FIXED = flags_of(Candidate, [name for name, knob in KNOBS.items() if not knob.searched], fixes=True)
+"""Knobs that the user can fix before a search."""
+JSON = Flag("json", "", "Print one JSON document.", bool)
+BUDGET = Flag("budget", "SIZE", "Memory that may be used, such as 6GiB (default: what is free).")
+WHERE = [Flag("device", "NAME", "cpu, cuda, cuda:1, or a card such as a100-80gb (default: cpu)."), BUDGET]
+HERE = [Flag("device", "NAME", "cpu, cuda or cuda:1 (default: cpu)."), BUDGET]
+ANYWHERE = [Flag("device", "NAME", "cpu, cuda, cuda:0,cuda:1 or a card such as a100-80gb (default: cpu)."), BUDGET]
+LOSSY = [knob.role.lossy for knob in KNOBS.values() if knob.role.lossy is not None]
+# aims and defaults are written out, so that the help need not import the search; a test compares them
+SEARCH = [
+    Flag(
+        "maximize",
+        "LIST",
+        "Aim of the search; the first of several decides, and the plan has their front (default: throughput).",
+        choices=("throughput", "microbatch", "seq"),
+    ),
+    Flag("allow", "LIST", "Lossy knobs that may change (default: precision).", choices=(*LOSSY, "none")),
+    Flag("max_probes", "N", "Probes at most (default: 24).", int),
+    Flag("timeout", "SECONDS", "Time limit of the search, such as 90s or 5min (default: 100s)."),
+    Flag("ledger", "DIR", "Store all records there, and continue with those that it has."),
+    Flag("storage", "URL", "Optuna storage, for several machines that search together."),
+]
+DATA = [
+    Flag("data", "FILE", "Training data: .npy, .csv, .parquet or text."),
+    *flags_of(DataOptions, ["limit", "inputs_only"]),
+]
+CUT = [
+    Flag("data", "FILE", "Training data; the plan is for its sequence lengths."),
+    *flags_of(DataOptions, ["limit", "inputs_only", "validation", "split", "normalise", "workers", "seed"]),
+]
+"""Data options that decide which sequences there are."""
+READ = [Flag("data", "FILE", "Data in the form of the training data."), *DATA[1:]]
+TRAINED = [
+    *flags_of(TrainOptions),
+    Flag("model", "NAME", "Function that builds the model: package.module:function."),
+]
+PREDICTED = [
+    Flag("output", "FILE", "File for the predictions, .npy or .csv (default: predictions.npy)."),
+    Flag("probabilities", "", "Write the probabilities of all classes, not the likeliest class.", bool),
+    Flag("device", "NAME", "cpu, cuda or cuda:1 (default: as the plan)."),
+]
+TABLE = [
+    Flag(
+        "over",
+        "NAME=VALUES",
+        "Values to compare, such as microbatch=1..64, segments=1,4,16 or seq=1000..64000*2. Repeat it for more names.",
+        many=True,
+    ),
+    Flag("plan", "FILE", "Take model, device, budget and measurements from a plan."),
+    Flag("ledger", "DIR", "Take measurements from a ledger."),
+]
+# written out, so that the help need not import the charts; a test compares
+CURVES = ("front", "region", "segments", "microbatch", "longest", "throughput", "terms", "timeline")
+TABLE_OUTPUT = [
+    Flag("output", "FILE", "Write the table (.csv, .parquet), one chart (.png) or all charts (.html)."),
+    Flag("curve", "NAME", "Chart for a .png (default: the one that fits --over).", choices=CURVES),
+    JSON,
+]
+PLANNED = [Flag("output", "FILE", "File for the plan (default: plan.json)."), JSON]
+SEQUENCES = Flag("sequences", "N", "Sequences per epoch (default: those of the plan's histogram of lengths).", int)
+HTML = Flag("html", "FILE", "Write a report page with charts, in one file.")
+TIMEOUT = Flag("timeout", "SECONDS", "Time limit, such as 90s or 5min (default: 10min).")
+LEDGER = Flag("ledger", "DIR", "Add the record to the ledger in this directory.")
+
+
+@cache
+def docs_of(struct: Struct) -> dict[str, str]:
+    """The docstrings of the fields of a struct. They are read from its source, since Python does not keep them.
+
+    >>> docs_of(Candidate)["workers"]
+    'Processes that load data.'
+    """
+    tree = ast.parse(Path(inspect.getfile(struct)).read_text(encoding="utf-8"))
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == struct.__name__)
+    return {
+        field.target.id: " ".join(str(doc.value.value).split())
+        for field, doc in pairwise(body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(doc, ast.Expr)
+        and isinstance(doc.value, ast.Constant)
+    }
+
+
+def help_of(flag: Flag) -> str:
+    """The help text of a flag: its own, or the first sentence of the field's docstring, with choices and default.
+
+    >>> help_of(next(flag for flag in SPEC if flag.name == "head"))
+    'Predict at every time step, or once after the last. One of per-step (default), last-step.'
+    >>> help_of(next(flag for flag in FIXED if flag.name == "engine"))
+    'Kernel that runs the cell. One of cudnn, onednn, native.'
+    """
+    text, default = flag.text, None
+    if flag.struct is not None:
+        fields = fields_of(flag.struct)
+        default = fields[flag.name].default
+        text = text or _sentence(docs_of(flag.struct)[flag.name], fields)
+    if flag.fixes:
+        text, default = re.sub(r" \(default: .*\)", "", text), None
+    if flag.negative:
+        text = f"Do not {text[0].lower()}{text[1:]}"
+    if flag.choices and (flag.struct is not None or not all(choice in text for choice in flag.choices)):
+        choices = [f"{choice} (default)" if choice == default else choice for choice in flag.choices]
+        return f"{text} {'Any' if flag.metavar == 'LIST' else 'One'} of {', '.join(choices)}."
+    if default in (None, (), REQUIRED) or isinstance(default, bool) or "(default" in text:
+        return text
+    return f"{text.rstrip('.')} (default: {default})."
+
+
+def _sentence(doc: str, names: Iterable[str]) -> str:
+    """The first sentence of a docstring as a help text: names of fields become flags, and None is the default."""
+    sentence = re.split(r"(?<=\.) (?=[A-Z`])", doc)[0]
+    sentence = re.sub(r"[;,] None(?::| is| means) (.+)\.$", r" (default: \1).", sentence)
+    return re.sub(r"`([^`]+)`", lambda match: flag_word(match[1]) if match[1] in names else match[1], sentence)
+
+
+class AsTyped:
+    """Commands whose values stay text.
+
+    typer 0.29 imports pydantic to convert text to text, which takes as long as the rest of an estimate. In a version
+    without this attribute, setting it changes nothing.
+    """
+
+    def get_params(self, context: Any) -> Any:
+        """All options, with this object in place of typer's converter."""
+        params = super().get_params(context)  # type: ignore[misc]
+        for param in params:
+            param._runtime_param = self
+            if getattr(param, "is_flag", False):
+                param.metavar = ""  # otherwise the help would show <bool>
+        return params
+
+    def coerce(self, value: Any, **_: Any) -> Any:
+        """Called by typer for a value."""
+        return value
+
+
+class Command(AsTyped, TyperCommand):
+    """A subcommand. Help texts of its flags are read from docstrings only when they are shown."""
+
+    def get_help_option(self, context: Any) -> Any:
+        """`--help`, in the last panel instead of one of its own."""
+        option: Any = super().get_help_option(context)
+        option.rich_help_panel = "Output"
+        return option
+
+    def format_help(self, context: Any, formatter: Any) -> None:
+        self._add_help()
+        super().format_help(context, formatter)
+
+    def shell_complete(self, context: Any, incomplete: str) -> Any:
+        self._add_help()
+        return super().shell_complete(context, incomplete)
+
+    def _add_help(self) -> None:
+        flags = {flag.name: flag for flag in getattr(self.callback, "flags", ())}
+        for param in self.params:
+            if param.name is not None and (flag := flags.get(param.name.removeprefix("no_"))):
+                param.help = help_of(flag)  # type: ignore[attr-defined]
+
+
+class Group(AsTyped, TyperGroup):
+    """The main command."""
+
+
+def flowing(text: str) -> str:
+    """A help text whose paragraphs the terminal wraps; lists keep their lines.
+
+    >>> flowing("One\\nsentence.\\n\\n- a\\n- b")
+    'One sentence.\\n\\n- a\\n- b'
+    """
+    paragraphs = text.split("\n\n")
+    return "\n\n".join(part if part.startswith("- ") else part.replace("\n", " ") for part in paragraphs)
+
+
+def add_command(
+    app: typer.Typer, name: str, *arguments: Flag, epilog: str | None = None, **panels: list[Flag]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add a command with its arguments and its flags, in panels of the help. It gets those that were given."""
+    flags = [flag for panel in panels.values() for flag in panel]
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        def run(**values: Any) -> Any:
+            return command(**{name: value for name, value in values.items() if value is not None})
+
+        run.__doc__ = flowing(inspect.getdoc(command) or "")
+        run.flags = flags  # type: ignore[attr-defined]
+        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [
+                *map(_argument, arguments),
+                *(_option(flag, panel) for panel, some in panels.items() for flag in some),
+                *(_option(flag._replace(negative=not flag.negative), None) for flag in flags if flag.kind is bool),
+            ]
+        )
+        return app.command(name, cls=Command, epilog=epilog)(run)
+
+    return decorate
+
+
+def _argument(flag: Flag) -> inspect.Parameter:
+    argument = typer.Argument(help=flag.text, metavar=flag.metavar, show_default=False)
+    return inspect.Parameter(flag.name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[str, argument])
+
+
+def _option(flag: Flag, panel: str | None) -> inspect.Parameter:
+    """The parameter of a flag. Without a panel it is hidden, like the opposite of every switch."""
+    option = typer.Option(
+        flag.word,
+        metavar=flag.metavar or " ",
+        rich_help_panel=panel or "",
+        autocompletion=None if flag.kind is bool else _completion(flag),
+        show_default=False,
+        hidden=panel is None,
+    )
+    kind: Any = list[str] if flag.many else bool if flag.kind is bool else str
+    name, annotation = flag.word[2:].replace("-", "_"), Annotated[kind | None, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _completion(flag: Flag) -> Callable[[str], list[str]]:
+    """Values that the shell offers for a flag."""
+
+    def complete(incomplete: str) -> list[str]:
+        choices = [*flag.choices]
+        if flag.name == "device":
+            from oomguard._estimate.cards import names
+
+            choices = ["cpu", "cuda", *names()]
+        before, comma, word = incomplete.rpartition(",") if flag.metavar == "LIST" else ("", "", incomplete)
+        new = [choice for choice in choices if choice not in before.split(",")]
+        return [before + comma + choice for choice in new if choice.startswith(word)]
+
+    return complete

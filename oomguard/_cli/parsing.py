@@ -1,0 +1,180 @@
+"""Turns the text of flags into specs, knobs and options."""
+
+import errno
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from oomguard._cli.flags import CANDIDATE, CUT, FIXED, MODEL, SPEC, SPEC_FIELDS, Flag
+from oomguard._core.errors import MisuseError, conflict, flag, shown
+from oomguard._spec.candidate import Candidate, make_candidate
+from oomguard._spec.read import load_fields, make_spec, preset_fields
+from oomguard._spec.spec import Spec
+
+
+def read(values: dict[str, Any]) -> tuple[Spec, Candidate]:
+    """The spec and the candidate that the flags describe; flags override a spec file and a preset."""
+    spec, knobs = _read(values, CANDIDATE)
+    return spec, make_candidate(spec, **knobs)
+
+
+def read_planned(values: dict[str, Any]) -> tuple[Spec, dict[str, Any]]:
+    """The spec, with the lengths of --data if that is given, and the knobs that are fixed for a search."""
+    options = read_options(values, CUT[1:])
+    if "data" not in values:
+        for name in options:
+            raise MisuseError(
+                rule=f"{flag(name)} says how data is read", got="there is no --data", advice="Add --data with a file."
+            )
+        return _read(values, FIXED)
+    from oomguard._data.open import spec_from_data
+    from oomguard._data.options import DataOptions
+
+    data_options = DataOptions(**options)
+    # the lengths are those of the data, whatever a file of the spec says
+    return _read(values, FIXED, {"lengths": None}, lambda fields: spec_from_data(fields, values["data"], data_options))
+
+
+def _read(
+    values: dict[str, Any],
+    flags: list[Flag],
+    usual: Mapping[str, Any] = {},
+    make: Callable[[dict[str, Any]], Spec] = make_spec,
+) -> tuple[Spec, dict[str, Any]]:
+    """The spec that `make` builds from its fields, and the knobs. `usual`: fields that apply unless flags are given."""
+    fields, knobs = {**usual, **read_options(values, SPEC_FIELDS)}, read_options(values, flags)
+    microbatch, accumulation = knobs.get("microbatch"), knobs.get("accumulation")
+    if "batch" not in fields and type(microbatch) is type(accumulation) is int and min(microbatch, accumulation) > 0:
+        fields["batch"] = microbatch * accumulation
+    if "features" in fields and "vocab" not in fields:
+        fields |= {"vocab": None, "embedding": fields.get("embedding")}
+    elif "vocab" in fields and "features" not in fields:
+        fields["features"] = None
+    spec = make(_spec_fields(values.get("model"), values.get("preset")) | fields)
+    if type(microbatch) is int and microbatch > spec.batch:
+        raise MisuseError(
+            rule="--microbatch must not be larger than --batch",
+            got=f"got {shown(microbatch)} of {shown(spec.batch)}",
+            advice=f"Lower it, or give --batch {microbatch} too.",
+        )
+    return spec, knobs
+
+
+def read_table(
+    values: dict[str, Any],
+) -> tuple[str | None, Spec | None, dict[str, Any], dict[str, Any] | None]:
+    """The plan or ledger with measurements, the spec (None: that of the plan), the fixed knobs, and what varies."""
+    from oomguard._report.grid import check_own_spec, fields_for, read_text
+
+    if "plan" in values and "ledger" in values:
+        raise conflict("Measurements come from a plan or from a ledger", "--plan", "--ledger")
+    measured = values.get("plan") or values.get("ledger")
+    pairs = [read_text(text) for text in values.get("over", ())]
+    over = dict(pairs)
+    if len(over) < len(pairs):
+        raise MisuseError(
+            rule="--over takes each name once",
+            got=f"got {shown([name for name, _ in pairs])}",
+            advice="Put all values of a name into one, such as 1..8,16,32.",
+        )
+    given = [name for one in SPEC for name in (one.name, f"no_{one.name}") if name in values]
+    if values.get("plan") is not None:
+        check_own_spec(given)
+        return measured, None, read_options(values, FIXED), over or None
+    described = values.get("preset") is not None or values.get("model") not in MODEL.choices
+    spec, fixed = _read(values, FIXED, {} if described else fields_for(over, given))
+    return measured, spec, fixed, over or None
+
+
+def read_options(values: dict[str, Any], flags: Iterable[Flag]) -> dict[str, Any]:
+    """The values of these flags by field, as far as they were given."""
+    options: dict[str, Any] = {}
+    for one in flags:
+        on, off = one.name in values, f"no_{one.name}" in values
+        if one.kind is bool and on and off:
+            raise conflict(f"{flag(one.name)} is turned on or off", flag(one.name), flag(f"no_{one.name}"))
+        if one.kind is bool and (on or off):
+            options[one.name] = on
+        elif on:
+            options[one.name] = _value(one, values[one.name])
+    return options
+
+
+def read_path(values: dict[str, Any], command: str) -> str:
+    """The file of --data."""
+    if "data" not in values:
+        raise MisuseError(
+            rule=f"{command} needs data", got="got none", advice="Add --data with a .npy, .csv, .parquet or .txt file."
+        )
+    return str(values["data"])
+
+
+def check_output(text: str, usual: str = "plan.json") -> None:
+    """Raise unless the file can be written, before any work is done. `usual` is the example in the message."""
+    target = Path(text)
+    folder = next(parent for parent in target.absolute().parents if parent.exists())
+    try:
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (OSError, ValueError) as error:
+        raise MisuseError(
+            rule="--output must be a file that can be written",
+            got=f"{shown(text)} cannot ({getattr(error, 'strerror', None) or error})",
+            advice=f"Give another --output, such as {usual}.",
+        ) from None
+
+
+def _spec_fields(model: str | None, name: str | None) -> dict[str, Any]:
+    """The fields of a spec that --model and --preset stand for."""
+    if model is not None and re.fullmatch(r"[A-Za-z_][\w.]*:[\w.]+", model):
+        raise MisuseError(
+            rule="A model is described by a spec",
+            got=f"got {shown(model)}, a model that is code",
+            advice="Describe its layers by flags (--model lstm --hidden 256) or in a TOML file.",
+        )
+    is_path = model and (any(sign in model for sign in "./\\") or os.path.exists(model))
+    if model is None or model in MODEL.choices or not is_path:
+        return ({} if name is None else preset_fields(name)) | ({} if model is None else {"cell": model})
+    if name is not None:
+        rule = "A spec comes from a file or from a preset"
+        raise conflict(rule, f"--model {shown(model)}", f"--preset {shown(name)}")
+    return load_fields(Path(model))
+
+
+def _value(one: Flag, text: str) -> Any:
+    """The text as the type of the field; unchanged if it is not of that type, so that the field refuses it."""
+    if one.kind is int:
+        return _number(text)
+    if one.kind is float:
+        try:
+            return float(text)
+        except ValueError:
+            return text
+    if one.kind is tuple:
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    return _histogram(text) if one.kind is dict else text
+
+
+def _number(text: str) -> int | str:
+    plain = text.replace("_", "")
+    return int(plain) if re.fullmatch(r"-?\d{1,18}", plain, re.ASCII) else text
+
+
+def _histogram(text: str) -> Any:
+    """`100:5000,2000:40` as a dict, or the histogram in a file; the counts of a repeated length are added."""
+    parts = text.split(",")
+    if not all(re.fullmatch(r"\s*\d{1,18}:\d{1,18}\s*", part, re.ASCII) for part in parts):
+        if not os.path.exists(text) and Path(text).suffix not in (".npy", ".csv", ".tsv", ".txt"):
+            return text
+        from oomguard._data.open import read_lengths
+
+        return read_lengths(text)
+    histogram: dict[int, int] = {}
+    for length, count in (map(int, part.split(":")) for part in parts):
+        histogram[length] = histogram.get(length, 0) + count
+    return histogram

@@ -1,0 +1,1 @@
+"""Errors, units, checks of arguments, atomic files and child processes: used by all other packages."""

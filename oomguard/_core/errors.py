@@ -1,0 +1,225 @@
+"""The exceptions of oomguard, and the checks of arguments that raise them.
+
+A verdict is a value; an exception means misuse, or that training cannot continue. The fields of a struct declare their
+types, bounds and choices once: checks and command-line flags follow from them.
+"""
+
+import difflib
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+REQUIRED = msgspec.NODEFAULT
+"""The default of a field that has none."""
+
+
+class OomguardError(Exception):
+    """Base class of every error that oomguard raises on purpose.
+
+    >>> import oomguard
+    >>> try:
+    ...     oomguard.Spec(cell="lstm", seq=0)
+    ... except oomguard.OomguardError as error:
+    ...     print(error)
+    --seq must be a whole number from 1 to 1,000,000,000, but got 0. Give --seq a number in that range.
+    """
+
+
+class RuleError(OomguardError):
+    """An error of three parts: the rule, what was given instead (empty if the rule says it), what to do."""
+
+    def __init__(self, *, rule: str, got: str, advice: str) -> None:
+        super().__init__(f"{rule}, but {got}. {advice}" if got else f"{rule}. {advice}")
+        self.rule, self.got, self.advice = rule, got, advice
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # by default, unpickling calls type(*args), which fails for keyword-only arguments
+        return partial(type(self), **{name: value for name, value in vars(self).items() if name != "__notes__"}), ()
+
+
+class MisuseError(RuleError, ValueError):
+    """A wrong argument, value or file.
+
+    >>> str(MisuseError(rule="Unknown argument 'hiden'", got="", advice="Did you mean 'hidden'?"))
+    "Unknown argument 'hiden'. Did you mean 'hidden'?"
+    """
+
+
+class GuardError(RuleError):
+    """Training cannot continue: memory ran out, and there is no smaller candidate. `figures` has the measurements.
+
+    >>> error = GuardError(rule="The last rung must fit", got="it did not", advice="Free memory.", figures={"rung": 3})
+    >>> str(error), error.figures
+    ('The last rung must fit, but it did not. Free memory.', {'rung': 3})
+    """
+
+    def __init__(self, *, rule: str, got: str, advice: str, figures: dict[str, Any] | None = None) -> None:
+        super().__init__(rule=rule, got=got, advice=advice)
+        self.figures = figures or {}
+
+
+class TornUpdateError(GuardError):
+    """Memory ran out during a weight update, and it is unknown which weights are new: go back to a checkpoint."""
+
+
+class Bounds(NamedTuple):
+    """Annotation of a whole number: the smallest and the largest value that the field takes."""
+
+    low: int
+    high: int
+
+
+class Field(NamedTuple):
+    """One field of a struct."""
+
+    name: str
+    """Name in Python and in JSON."""
+    kind: type
+    """Type of its values other than None: int, float, bool, str, tuple or dict."""
+    choices: tuple[str, ...]
+    """The texts that it takes; empty if it takes any."""
+    bounds: Bounds | None
+    """Bounds of a whole number; None if it has none."""
+    optional: bool
+    """Whether it takes None."""
+    default: Any
+    """Its default, or REQUIRED."""
+    marks: tuple[Any, ...]
+    """All annotations."""
+
+    def check(self, value: object) -> None:
+        """Raise unless the field takes the value. Values of other types than int, bool and choices are not checked."""
+        if value is None and self.optional:
+            return
+        if self.choices:
+            check_choice(self.name, value, self.choices)
+        elif self.bounds is not None:
+            check_whole(self.name, value, *self.bounds, optional=False)
+        elif self.kind is bool:
+            check_switch(self.name, value)
+
+
+@cache
+def fields_of(struct: Callable[..., msgspec.Struct]) -> dict[str, Field]:
+    """The fields of a struct by name.
+
+    >>> class Sizes(msgspec.Struct):
+    ...     rows: Annotated[int | None, Bounds(1, 9)] = None
+    >>> fields_of(Sizes)["rows"].bounds, fields_of(Sizes)["rows"].optional
+    (Bounds(low=1, high=9), True)
+    """
+    hints = get_type_hints(struct, include_extras=True)
+    return {
+        field.name: _field(field.name, hints[field.name], field.default)
+        for field in msgspec.structs.fields(struct)  # type: ignore[arg-type]
+    }
+
+
+def check_fields(value: msgspec.Struct) -> None:
+    """Raise unless every field has a value that it takes."""
+    for field in fields_of(type(value)).values():
+        field.check(getattr(value, field.name))
+
+
+def _field(name: str, hint: Any, default: Any) -> Field:
+    marks: tuple[Any, ...] = ()
+    if get_origin(hint) is Annotated:
+        hint, *rest = get_args(hint)
+        marks = tuple(rest)
+    optional = get_origin(hint) in (Union, UnionType) and NoneType in get_args(hint)
+    if optional:
+        hint = next(part for part in get_args(hint) if part is not NoneType)
+    choices = get_args(hint) if get_origin(hint) is Literal else ()
+    kind = str if choices else get_origin(hint) or hint
+    bounds = next((mark for mark in marks if isinstance(mark, Bounds)), None)
+    return Field(name, kind, choices, bounds, optional, default, marks)
+
+
+def check_whole(name: str, value: object, low: int, high: int, *, optional: bool = True) -> None:
+    """Raise unless the value is a whole number from low to high (or None, if the field is optional)."""
+    if value is None and optional:
+        return
+    if type(value) is not int or not low <= value <= high:
+        advice = f"Give {flag(name)} a number in that range."
+        raise wrong(name, f"a whole number from {low:,} to {high:,}", value, advice)
+
+
+def check_switch(name: str, value: object) -> None:
+    """Raise unless the value is True or False. 1 and 0 are refused: JSON would not return them as they were."""
+    if type(value) is not bool:
+        raise wrong(name, "true or false", value, "Write true or false, without quotes.")
+
+
+def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
+    """Raise unless the value is one of the choices."""
+    if not (isinstance(value, str) and value in choices):
+        raise wrong(name, f"one of {', '.join(choices)}", value, nearest(value, list(choices)))
+
+
+def wrong(name: str, form: str, value: object, advice: str) -> MisuseError:
+    """The error for a value that must have another form."""
+    return MisuseError(rule=f"{flag(name)} must be {form}", got=f"got {shown(value)}", advice=advice)
+
+
+def unknown(what: str, name: object, known: Iterable[str]) -> MisuseError:
+    """The error for a name that does not exist.
+
+    >>> print(unknown("argument", "hiden", ["hidden", "seq"]))
+    Unknown argument 'hiden'. Did you mean 'hidden'?
+    """
+    return MisuseError(rule=f"Unknown {what} {shown(name)}", got="", advice=nearest(name, list(known), quote="'"))
+
+
+def check_names(what: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Raise if one of the names does not exist."""
+    for name in names:
+        if name not in known:
+            raise unknown(what, name, known)
+
+
+def conflict(rule: str, first: str, second: str) -> MisuseError:
+    """The error for two arguments that exclude each other."""
+    return MisuseError(rule=rule, got=f"got {first} and {second}", advice="Leave one of the two out.")
+
+
+def flag(name: str) -> str:
+    """The command-line flag of a field; text with a space in it is returned as the start of a sentence.
+
+    >>> flag("cell"), flag("layer_norm"), flag("a count")
+    ('--model', '--layer-norm', 'A count')
+    """
+    if " " in name:
+        return name[0].upper() + name[1:]
+    return "--model" if name == "cell" else "--" + name.replace("_", "-")
+
+
+def shown(value: object) -> str:
+    """A value as messages show it: whole numbers with separators, long text cut."""
+    if type(value) is int:
+        return f"{value:,}" if abs(value) < 10**18 else "a number of more than 18 digits"
+    try:
+        text = repr(value)
+    except Exception:  # it contains an int that is too long to print, or its class has a faulty __repr__
+        text = f"something of type {type(value).__name__}"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def visible(text: str) -> str:
+    """Text with its control characters escaped, so that the content of a file cannot control the terminal.
+
+    >>> visible("T4\\x1b[2J"), visible("64 → 256\\n")
+    ('T4\\\\x1b[2J', '64 → 256\\n')
+    """
+    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
+
+
+def nearest(word: object, choices: list[str], quote: str = "") -> str:
+    """Advice that names the choices most similar to a mistyped word, or all of them if none is similar."""
+    close = difflib.get_close_matches(word, choices, n=3, cutoff=0.5) if isinstance(word, str) else []
+    *others, last = [f"{quote}{choice}{quote}" for choice in close] or [""]
+    if close:
+        return f"Did you mean {', '.join(others)}{' or ' if others else ''}{last}?"
+    return f"Choose from {', '.join(choices)}."

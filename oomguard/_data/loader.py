@@ -1,0 +1,265 @@
+"""Loader: a batch for each optimizer step, its microbatches made one at a time, here or by worker processes."""
+
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import tee
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from oomguard._core.errors import MisuseError, check_whole
+from oomguard._core.units import MIB
+from oomguard._data.order import Order, Position
+from oomguard._data.source import Ints, Pair, Source
+from oomguard._estimate.terms import loader_bytes
+from oomguard._rnn import Microbatch
+from oomguard._rnn.run import IGNORED
+from oomguard._spec.candidate import Candidate
+from oomguard._spec.spec import Spec
+
+WORKER_BYTES = 160 * MIB
+"""Memory of a worker process without its microbatches: 155 MiB if it is spawned and imports torch 2.13 anew, 8 MiB if
+it is forked."""
+MAX_WORKERS = 4
+"""More workers do not help: one fills a microbatch from a mapped file faster than a pass computes it."""
+LOST_WORKER = "DataLoader worker (pid"
+"""How PyTorch's error for a worker that has died begins (torch 2.13, dataloader.py)."""
+
+
+def collate(spec: Spec, pairs: Iterable[Pair], lengths: Ints) -> Microbatch:
+    """Sequences as one microbatch, padded to the longest. They may come one by one: none is kept.
+
+    Padding is 0 in inputs and in numeric targets, and `IGNORED` in classes. The microbatch has lengths only if there is
+    padding or if the kernels read packed sequences.
+    """
+    rows, steps, per_step = len(lengths), int(lengths.max()), spec.head == "per-step"
+    grid = (rows, steps) if spec.batch_first else (steps, rows)
+    if spec.vocab is None:
+        inputs = torch.zeros(*grid, spec.inputs, dtype=torch.float32)
+    else:
+        inputs = torch.zeros(grid, dtype=torch.int64)
+    places = grid if per_step else (rows,)
+    if spec.loss == "cross-entropy":
+        targets = torch.full(places, IGNORED, dtype=torch.int64)
+    else:
+        targets = torch.zeros(*places, spec.classes, dtype=torch.float32)
+    # views with one sequence per row, whatever the layout in memory
+    input_rows, target_rows = inputs.numpy(), targets.numpy()
+    if not spec.batch_first:
+        input_rows = input_rows.swapaxes(0, 1)
+        target_rows = target_rows.swapaxes(0, 1) if per_step else target_rows
+    for row, (sequence, target) in enumerate(pairs):
+        input_rows[row, : len(sequence)] = sequence
+        target_rows[(row, slice(len(target))) if per_step else row] = target
+    padded = bool((lengths != steps).any())
+    kept = torch.from_numpy(np.array(lengths, dtype=np.int64)) if padded or spec.packs else None
+    return Microbatch(inputs, targets, kept)
+
+
+def read_microbatch(source: Source, spec: Spec, sequences: Ints) -> Microbatch:
+    """The microbatch of these sequences, read now."""
+    return collate(spec, (source[int(sequence)] for sequence in sequences), source.lengths[sequences])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Batch:
+    """The sequences of one optimizer step. Its microbatches can be asked for more than once."""
+
+    position: Position
+    """Where training is before this batch."""
+    sequences: Ints
+    """Numbers of the sequences in the source."""
+    loader: "Loader" = field(repr=False)
+    stream: "_Stream | None" = field(default=None, repr=False)
+
+    @property
+    def steps(self) -> int:
+        """Real time steps of all sequences together."""
+        return int(self.loader.source.lengths[self.sequences].sum())
+
+    @property
+    def targets(self) -> int:
+        """Real targets of all sequences together, as `oomguard._step.step` takes them."""
+        return self.steps if self.loader.spec.head == "per-step" else len(self.sequences)
+
+    @property
+    def lost(self) -> str | None:
+        """The error of a worker process that has died, if one has: since then this process reads everything."""
+        return None if self.stream is None else self.stream.lost
+
+    @property
+    def after(self) -> Position:
+        """Where training is once this batch is done; the end of an epoch is the start of the next."""
+        done = self.position.done + 1
+        if done < len(self.loader):
+            return Position(epoch=self.position.epoch, done=done)
+        return Position(epoch=self.position.epoch + 1)
+
+    def microbatches(self) -> Iterator[Microbatch]:
+        """The microbatches, each made when it is asked for. What workers have prepared is used the first time."""
+        parts = self.loader.order.microbatches(self.sequences)
+        yield from map(self.loader.read, parts) if self.stream is None else self.stream.take(self.position.done, parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Loader:
+    """Batches of a source, in an order that (seed, epoch) fixes.
+
+    `dataclasses.replace` gives the same loader with other buckets or workers. Buckets that differ in their microbatches
+    alone give the same batches.
+    """
+
+    source: Source
+    spec: Spec
+    buckets: Mapping[int, int]
+    """Length of the longest sequence of each bucket -> its microbatch."""
+    seed: int = 0
+    workers: int = 0
+    """Processes that prepare microbatches; 0: this process makes each when it is asked for."""
+    prefetch: int = 2
+    """Microbatches that each worker prepares ahead."""
+    pinned: bool = False
+    """Whether microbatches are in page-locked memory, from which a CUDA card reads directly."""
+    order: Order = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_whole("workers", self.workers, 0, 128, optional=False)
+        check_whole("prefetch", self.prefetch, 1, 32, optional=False)
+        lengths = self.source.lengths
+        assert lengths.max(initial=0) <= self.spec.steps, "the source was cut for a spec with longer sequences"
+        order = Order(lengths=lengths, buckets=self.buckets, batch=self.spec.batch, seed=self.seed)
+        object.__setattr__(self, "order", order)
+
+    def __len__(self) -> int:
+        """Batches of an epoch; the last may be smaller."""
+        return len(self.order)
+
+    def batches(self, start: Position | None = None) -> Iterator[Batch]:
+        """The batches of an epoch, from a position on. What was done before it is not read."""
+        start = start or Position()
+        batches, ahead = tee(self.order.batches(start.epoch, start.done))
+        stream = _Stream(self, ahead) if self.workers and start.done < len(self) else None
+        try:
+            for number, sequences in batches:
+                position = Position(epoch=start.epoch, done=number)
+                yield Batch(position=position, sequences=sequences, loader=self, stream=stream)
+        finally:
+            if stream is not None:
+                stream.close()
+
+    def read(self, sequences: Ints) -> Microbatch:
+        """The microbatch of these sequences, read now in this process."""
+        made = read_microbatch(self.source, self.spec, sequences)
+        return Microbatch(made.inputs.pin_memory(), made.targets.pin_memory(), made.lengths) if self.pinned else made
+
+
+Answer = tuple[int, Microbatch | MisuseError]
+"""What a worker sends: the number of a batch, and one of its microbatches or what is wrong with the data."""
+
+
+class _Reader(Dataset[Answer]):
+    """What a worker holds: the source and the spec, no data.
+
+    It returns errors instead of raising them, since PyTorch would turn them into RuntimeErrors.
+    """
+
+    def __init__(self, source: Source, spec: Spec) -> None:
+        self.source, self.spec = source, spec
+
+    def __getitem__(self, key: tuple[int, Ints]) -> Answer:
+        number, sequences = key
+        try:
+            return number, read_microbatch(self.source, self.spec, sequences)
+        except MisuseError as error:
+            return number, error
+
+
+class _Stream:
+    """The microbatches of the coming batches, prepared in order by workers that live as long as the epoch.
+
+    The kernel may kill a worker to free memory. PyTorch handles SIGCHLD by raising an error in whatever code is running
+    then, be it an update of the weights. So its handler is off while the workers run: the loss is noticed within
+    seconds where a microbatch is waited for, and this process reads what is missing.
+    """
+
+    def __init__(self, loader: Loader, batches: Iterator[tuple[int, Ints]]) -> None:
+        self.loader, self.last = loader, -1
+        self.lost: str | None = None
+        keys = ((number, part) for number, batch in batches for part in loader.order.microbatches(batch))
+        made: DataLoader[Answer] = DataLoader(
+            _Reader(loader.source, loader.spec),
+            batch_size=None,
+            sampler=keys,
+            num_workers=loader.workers,
+            prefetch_factor=loader.prefetch,
+            pin_memory=loader.pinned,
+            generator=torch.Generator(),  # its own, so that dropout draws the same numbers as without workers
+        )
+        self.answers: Iterator[Answer] | None = iter(made)
+        self.handler = _handle_ended_children(signal.SIG_DFL)
+
+    def take(self, number: int, parts: list[Ints]) -> Iterator[Microbatch]:
+        """The microbatches of a batch, read here if it was begun before. Those of earlier batches are thrown away."""
+        prepared, self.last = self.answers is not None and number > self.last, max(number, self.last)
+        for part in parts:  # no variable for the result: it would keep the tensor while the next is waited for
+            yield self._next(number, part) if prepared else self.loader.read(part)
+
+    def _next(self, number: int, part: Ints) -> Microbatch:
+        try:
+            for batch_number, answer in () if self.answers is None else self.answers:
+                if batch_number != number:
+                    continue
+                if isinstance(answer, Microbatch):
+                    return answer
+                self.close()
+                raise answer
+        except (RuntimeError, OSError, EOFError) as error:  # the last two: it died while it handed something over
+            if isinstance(error, RuntimeError) and LOST_WORKER not in str(error):
+                raise
+            self.lost = str(error).strip().partition("\n")[0] or type(error).__name__
+        assert self.lost is not None, f"the workers have ended before batch {number}"
+        self.close()  # after the except block, whose traceback still held the workers
+        return self.loader.read(part)
+
+    def close(self) -> None:
+        """End the workers."""
+        if self.answers is not None:
+            self.answers = None
+            _handle_ended_children(self.handler)
+
+
+def _handle_ended_children(handler: Any) -> Any:
+    """Set the handler of SIGCHLD and return the previous one. In other threads neither Python nor PyTorch sets it."""
+    if threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGCHLD"):
+        return signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
+    return None
+
+
+def size_loader(
+    spec: Spec, candidate: Candidate, free_bytes: int, *, cores: int = 2, pinned: bool = False
+) -> tuple[int, int]:
+    """How many workers, and how many microbatches each prepares ahead, fit into `free_bytes` of shared host memory.
+
+    At most one worker for each core but the one that trains, and at most `MAX_WORKERS`; 0 without room for one.
+    Prefetching less is tried before fewer workers.
+    """
+    for workers in range(min(MAX_WORKERS, cores - 1), 0, -1):
+        with_workers = msgspec.structs.replace(candidate, workers=workers)
+        prefetch = prefetch_within(spec, with_workers, free_bytes, pinned=pinned)
+        if prefetch is not None:
+            return workers, prefetch
+    return 0, candidate.prefetch
+
+
+def prefetch_within(spec: Spec, candidate: Candidate, free_bytes: int, *, pinned: bool = False) -> int | None:
+    """How many microbatches each of the candidate's workers can prepare ahead; None without room for one each."""
+    for prefetch in range(candidate.prefetch, 0, -1):
+        smaller = msgspec.structs.replace(candidate, prefetch=prefetch)
+        if smaller.workers * WORKER_BYTES + int(loader_bytes(spec, smaller, pinned=pinned)) <= free_bytes:
+            return prefetch
+    return None

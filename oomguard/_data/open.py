@@ -1,0 +1,311 @@
+"""From what the user gives (a path, an array, a Dataset, pairs) to sources: opened, split and normalised. Also the
+histogram of their lengths for the planner (`Spec.lengths`). Needs no torch for files and arrays.
+"""
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import msgspec
+import numpy as np
+
+from oomguard._core.errors import MisuseError, shown
+from oomguard._core.system import run_elsewhere
+from oomguard._data import order
+from oomguard._data.files import map_array, open_array, open_text
+from oomguard._data.options import DataOptions, Format, check_used
+from oomguard._data.rows import Items, Rows, as_array, check_pieces, cut_rows, find_nan_rows, open_items, spool
+from oomguard._data.source import Ints, Source, Store, no_data, unreadable
+from oomguard._data.values import Normalised, Normaliser, fit_normaliser
+from oomguard._spec.read import make_spec
+from oomguard._spec.spec import MAX_SEQ, Spec, longest_seq
+
+MAX_LENGTHS = 256
+"""Different lengths in a histogram at most: more would slow the planner down and improve no plan."""
+CUTTING = (
+    *("format", "columns", "target", "ahead", "id", "targets", "stride", "nan"),
+    *("characters", "vocabulary", "truncate", "limit", "cache"),
+)
+"""Options of data that decide which sequences it has."""
+_FORMATS = {
+    **{".npy": "npy", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".pq": "parquet"},
+    **{".txt": "text", ".text": "text", ".md": "text"},
+}
+"""Format of a file by its suffix."""
+_LINE = re.compile(rb"\s*(\d{1,18})\s*(?:[:,;\t ]\s*(\d{1,18})\s*)?")
+_HEADER = re.compile(rb'\s*[A-Za-z"#_]')
+_LINE_BYTES = 1000
+"""Longest line of lengths that is read at once: a file without line ends is never in memory whole."""
+
+
+class Missing(NamedTuple):
+    """Data that is in neither part, training nor validation.
+
+    >>> Missing(truncated=1200, dropped=1).words()
+    '1,200 were cut to the length of the spec, 1 was left out for a NaN'
+    """
+
+    truncated: int = 0
+    """Sequences that were cut."""
+    dropped: int = 0
+    """Sequences that were left out for a NaN."""
+    short: int = 0
+    """Series, or parts of a split one, that were left out because they are too short to have a target."""
+
+    def words(self) -> str:
+        """The counts that are not 0, in words."""
+        reasons = ("cut to the length of the spec", "left out for a NaN", "too short to have a target")
+        counts = zip(self, reasons, strict=True)
+        return ", ".join(f"{count:,} {'was' if count == 1 else 'were'} {why}" for count, why in counts if count)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    """The data for training and the data for validation, which share no time step."""
+
+    train: Source
+    validation: Source | None
+    normaliser: Normaliser | None
+    """Fitted on the training part, or as it was given."""
+    missing: Missing
+    """What is left out of both parts."""
+
+
+def open_source(data: Any, spec: Spec, options: DataOptions | None = None) -> Source:
+    """All of the data as one source, neither split nor normalised."""
+    options = options or DataOptions()
+    opened = _open(data, spec, options)
+    return opened if isinstance(opened, Items) else cut_rows(opened, spec, options)
+
+
+def open_data(data: Any, spec: Spec, options: DataOptions | None = None, normaliser: Normaliser | None = None) -> Data:
+    """The data as a source for training and one for validation.
+
+    A normaliser from a checkpoint is used as it is. Without one, and unless `normalise` is "none", it is fitted in one
+    pass over the training part.
+    """
+    options = options or DataOptions()
+    if options.inputs_only:
+        raise MisuseError(
+            rule="Training needs targets", got="got inputs_only", advice="Leave it out: it is for predictions."
+        )
+    opened = _open(data, spec, options)
+    train, validation = _split_items(opened) if isinstance(opened, Items) else _split_rows(opened, spec, options)
+    parts = [opened] if isinstance(opened, Items) else [train, validation]
+    described = [part.describe() for part in parts if part is not None]
+    missing = Missing(*(sum(about.get(name, 0) for about in described) for name in Missing._fields))
+    if spec.vocab is not None or options.normalise == "none":
+        return Data(train=train, validation=validation, normaliser=None, missing=missing)
+    if normaliser is None:
+        normaliser = fit_normaliser(train, targets=options.normalise == "both" and spec.loss == "mse")
+    scaled = None if validation is None else Normalised(validation, normaliser)
+    return Data(train=Normalised(train, normaliser), validation=scaled, normaliser=normaliser, missing=missing)
+
+
+def check_data(data: Data) -> None:
+    """Read what was not read yet, so that errors in the data show before training and not after hours of it.
+
+    Fitting a normaliser has read the training part. A Dataset is not read: it may be slow.
+    """
+    for part in [data.validation] if data.normaliser is not None else [data.train, data.validation]:
+        source = part.source if isinstance(part, Normalised) else part
+        if isinstance(source, Rows) and not source.store.checked:
+            check_source(source)
+
+
+def check_source(source: Source) -> int:
+    """Read every sequence once, which raises an error if a value is wrong; returns the number of time steps."""
+    return sum(len(source[index][0]) for index in range(len(source)))
+
+
+def _open(data: Any, spec: Spec, options: DataOptions) -> Store | Items:
+    """Any kind of data, not yet cut into sequences; searched for NaN if sequences with one are to be dropped."""
+    opener = _open_file if isinstance(data, str | Path) else _open_object
+    opened = opener(data, spec, options)
+    if isinstance(opened, Items) or options.nan != "drop":
+        return opened
+    return replace(opened, nan_rows=find_nan_rows(opened))
+
+
+def _open_object(data: Any, spec: Spec, options: DataOptions) -> Store | Items:
+    if isinstance(data, np.ndarray):
+        check_used("npy", options)
+        return open_array(data, spec, options)
+    from torch import Tensor  # files need no torch
+    from torch.utils.data import IterableDataset
+
+    if isinstance(data, Tensor):
+        return _open_object(as_array(data), spec, options)
+    if isinstance(data, Mapping) or (hasattr(data, "columns") and hasattr(data, "dtypes")):  # without items 0, 1, ...
+        raise MisuseError(
+            rule="A table is read from a file, so that it need not be in memory",
+            got=f"got a {type(data).__name__}",
+            advice='Write it to a file, such as frame.to_parquet("data.parquet"), and give its path.',
+        )
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, IterableDataset):
+        check_used("Dataset", options)
+        return open_items(data, spec, options)
+    if not isinstance(data, Iterable):
+        raise MisuseError(
+            rule="Data is a path, an array, a Dataset, or pairs (inputs, targets)",
+            got=f"got {shown(data)}",
+            advice="Give one of these.",
+        )
+    check_used("pairs", options)
+    return spool(data, spec, options)
+
+
+def _open_file(data: str | Path, spec: Spec, options: DataOptions) -> Store:
+    path = Path(data)
+    if not path.is_file():
+        why = "it is a directory" if path.is_dir() else "there is no such file"
+        raise unreadable(path, FileNotFoundError(2, why))
+    kind = options.format or _FORMATS.get(path.suffix.lower())
+    if kind is None:
+        raise MisuseError(
+            rule=f"A data file must be one of {', '.join(get_args(Format))}",
+            got=f"{path} does not say which by its suffix",
+            advice="Give its --format.",
+        )
+    check_used(kind, options)
+    try:
+        if kind in ("npy", "text"):
+            return (open_array if kind == "npy" else open_text)(path, spec, options)
+        if "pyarrow" not in sys.modules:  # in a child process: reading would take 70 MiB from the training
+            store: Store = run_elsewhere("oomguard._data.tables", "open_table", path, kind, spec, options)
+            return store
+        from oomguard._data.tables import open_table
+
+        return open_table(path, kind, spec, options)
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+def _split_rows(store: Store, spec: Spec, options: DataOptions) -> tuple[Source, Source | None]:
+    """Training and validation. Each piece of a series goes to one of them, and sequences are cut within pieces."""
+    pieces, share, path = order.whole(store.borders), options.validation, store.about["path"]
+    if not share:
+        return cut_rows(store, spec, options, pieces), None
+    how = options.split or ("time" if store.long else "series")
+    if how == "time" and store.per_series:
+        raise MisuseError(
+            rule="Series with one target each cannot be split by time",
+            got=f"{path} has one for each series",
+            advice="Use --split series.",
+        )
+    if how == "time":
+        sides = order.split_by_time(pieces, share)
+    elif store.long:
+        sides = order.split_in_blocks(pieces, share, options.seed, least=spec.steps + store.ahead)
+    else:
+        chosen, rest = order.chosen_share(len(pieces.starts), share, options.seed)
+        sides = (pieces.take(rest), pieces.take(chosen))
+    check_pieces(store, order.Pieces(*map(np.concatenate, zip(*sides, strict=True))), spec, options)
+    for name, side in zip(("training", "validation"), sides, strict=True):
+        if not (side.stops - side.starts > store.ahead).any():
+            raise no_data(f"the part of {path} for {name}")
+    return cut_rows(store, spec, options, sides[0]), cut_rows(store, spec, options, sides[1])
+
+
+def _split_items(items: Items) -> tuple[Source, Source | None]:
+    options = items.options
+    if not options.validation:
+        return items, None
+    if options.split == "time":
+        raise MisuseError(rule="A Dataset is split by its items", got="got --split time", advice="Use --split series.")
+    chosen, rest = order.chosen_share(len(items), options.validation, options.seed)
+    return items.part(rest), items.part(chosen)
+
+
+def spec_from_data(fields: dict[str, Any], data: Any, options: DataOptions) -> Spec:
+    """The spec with these fields and the lengths of the data, as a training would cut it.
+
+    Without a `seq` among the fields, it is the length of the longest sequence in the data.
+    """
+    if fields.get("lengths") is not None:
+        raise MisuseError(
+            rule="The lengths of sequences come from a histogram or from data",
+            got="got both",
+            advice="Leave --lengths or --data out.",
+        )
+    seq = fields.get("seq")
+    spec = make_spec(fields | {"seq": 1 if seq is None else seq})
+    if seq is None:
+        spec = msgspec.structs.replace(spec, seq=longest_seq(spec))
+    source = open_source(data, spec, options)
+    if seq is None and isinstance(source, Rows) and (source.store.long or options.stride is not None):
+        raise MisuseError(
+            rule="One long series is cut into windows of --seq steps",
+            got="there is no --seq",
+            advice="Add --seq, or name the column that says which series a row belongs to as --id.",
+        )
+    lengths = histogram(*np.unique(source.lengths, return_counts=True))
+    return msgspec.structs.replace(spec, seq=max(lengths) if seq is None else seq, lengths=lengths)
+
+
+def histogram(lengths: Ints, counts: Ints, most: int = MAX_LENGTHS) -> dict[int, int]:
+    """Length -> count, with at most `most` lengths: they are rounded up, never down and never beyond the longest."""
+    if len(lengths) > most:
+        longest = int(lengths.max())
+        step = -(-longest // most)
+        lengths = np.minimum(-(-lengths // step) * step, longest)
+    total: Counter[int] = Counter()
+    for length, count in zip(lengths.tolist(), counts.tolist(), strict=True):
+        total[length] += count
+    return dict(sorted(total.items()))
+
+
+def read_lengths(path: str | Path) -> dict[int, int]:
+    """The histogram in a file: an array (`.npy`) of lengths, or text with a `length` or `length:count` per line.
+
+    The first line of text may be a header.
+    """
+    path = Path(path)
+    try:
+        lengths, counts = _from_array(path) if path.suffix.lower() == ".npy" else _from_lines(path)
+    except OSError as error:
+        raise unreadable(path, error) from None
+    if not len(lengths):
+        raise no_data(path)
+    return histogram(lengths, counts)
+
+
+def _from_array(path: Path) -> tuple[Ints, Ints]:
+    array = map_array(path).array
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise MisuseError(
+            rule="An array of lengths must be one axis of whole numbers",
+            got=f"{path} is {' x '.join(map(str, array.shape))} of {array.dtype}",
+            advice="Save it with np.save(path, lengths.astype(np.int64)).",
+        )
+    bad = np.flatnonzero((array < 1) | (array > MAX_SEQ))
+    if len(bad):
+        raise _not_a_length(path, int(bad[0]), int(array[bad[0]]))
+    lengths, counts = np.unique(array, return_counts=True)
+    return lengths.astype(np.int64), counts
+
+
+def _from_lines(path: Path) -> tuple[Ints, Ints]:
+    total: Counter[int] = Counter()
+    with path.open("rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(_LINE_BYTES), b""), start=1):
+            match = _LINE.fullmatch(line)
+            if match is None and (not line.strip() or (number == 1 and _HEADER.match(line))):
+                continue
+            length, count = (int(match[1]), int(match[2] or 1)) if match else (0, 0)
+            if not 1 <= length <= MAX_SEQ or count < 1:
+                raise _not_a_length(path, number, line.decode(errors="replace").strip())
+            total[length] += count
+    return np.array([*total], dtype=np.int64), np.array([*total.values()], dtype=np.int64)
+
+
+def _not_a_length(path: Path, row: int, value: Any) -> MisuseError:
+    return MisuseError(
+        rule=f"A length must be a whole number from 1 to {MAX_SEQ:,}, alone or as length:count",
+        got=f"{path}, row {row:,} is {shown(value)}",
+        advice="Correct the file, or give the data itself as --data.",
+    )

@@ -1,0 +1,291 @@
+"""CSV and Parquet files: pyarrow reads them once, some rows at a time, into arrays that are mapped from then on.
+
+Training reads sequences in random order, and would have to parse a CSV, or decode a row group of Parquet, for each.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from csv import Error as CellError
+from csv import reader as read_cells
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pyarrow import csv, parquet
+
+from oomguard._core.errors import MisuseError
+from oomguard._data import source, values
+from oomguard._data.options import DataOptions
+from oomguard._data.source import Appended, Ints, Mapped, Places, Store, no_data, unreadable
+from oomguard._spec.spec import Spec
+
+BLOCK_BYTES = 1 << 20
+"""Bytes of a CSV that are parsed at a time: pyarrow 26 reads about 30 blocks ahead."""
+ROWS_PER_BLOCK = 64
+"""Rows of a block at least, if they are as long as the header: a row must fit into a block."""
+HEADER_BYTES = 64 << 20
+"""Longest header of a CSV: no more than this is read of a file without line ends."""
+BLOCK_ROWS = 1 << 16
+"""Rows of a Parquet file that are decoded at a time; a row group is never in memory whole."""
+
+
+class Table(NamedTuple):
+    """A table whose header was read."""
+
+    path: Path
+    names: list[str]
+    """Names of all columns."""
+    first_row: int
+    """Number of the first row of data, as an editor shows it: in a CSV the header is row 1."""
+    delimiter: str | None = None
+    """What separates the columns of a CSV; None: the table is Parquet."""
+    block_bytes: int = 0
+    """Bytes of a CSV that are parsed at a time."""
+
+
+class Part(NamedTuple):
+    """Columns that are stored together as one array."""
+
+    file: str
+    names: list[str]
+    range: values.Index | None
+    """The range of tokens or classes; None: the columns are numbers."""
+
+
+def open_table(path: Path, kind: str, spec: Spec, options: DataOptions) -> Store:
+    """A table as a store. The first time, all of it is read."""
+    table = _read_header(path, kind)
+    if options.id is not None and options.id not in table.names:
+        raise values.missing_column(options.id, table.names, path)
+    free = [name for name in table.names if name != options.id]
+    columns = values.choose_columns(free, spec, options, path)
+    parts, places = _layout([free[i] for i in columns.inputs], [free[i] for i in columns.targets], spec)
+    settings = {"parts": parts, "id": options.id}
+    home, about = source.cached(path, options.cache, settings, partial(_convert, table, parts, options.id))
+    for part in parts:
+        refused = options.nan == "error" or (options.nan == "zero" and part.range is not None)
+        if refused and part.file in about["nan"]:
+            place, value = about["nan"][part.file]
+            raise values.wrong_value(place, value, part.range)
+    inputs = Mapped.npy(home / parts[0].file)
+    return Store(
+        inputs=inputs,
+        targets=inputs if len(parts) == 1 else Mapped.npy(home / parts[1].file),
+        borders=np.load(home / "borders.npy"),
+        long=options.id is None,
+        first_row=table.first_row,
+        ids=None if options.id is None else home / "ids.json",
+        places=None if options.id is None else Mapped.npy(home / "places.npy"),
+        input_columns=places[0],
+        target_columns=places[1],
+        ahead=columns.ahead,
+        checked=True,
+        about={"kind": kind, "path": str(path), "bytes": path.stat().st_size, "rows": inputs.count}
+        | {"content": source.fingerprint(path)},
+    )
+
+
+def _layout(inputs: list[str], targets: list[str], spec: Spec) -> tuple[list[Part], tuple[Places, Places]]:
+    """The arrays that are stored, and where the inputs and the targets are in them; None: they are all of their array.
+
+    Inputs and targets share an array if both are numbers, or the same column of tokens.
+    """
+    tokens, classes = values.input_index(spec), values.target_index(spec)
+    if tokens is None and classes is None:
+        names = list(dict.fromkeys([*inputs, *targets]))
+        place = {name: number for number, name in enumerate(names)}
+        return [Part("numbers.npy", names, None)], (tuple(range(len(inputs))), tuple(place[name] for name in targets))
+    if tokens is not None and classes is not None and inputs == targets:
+        return [Part("tokens.npy", inputs, tokens)], (None, None)
+    return [Part("inputs.npy", inputs, tokens), Part("targets.npy", targets, classes)], (None, None)
+
+
+def _read_header(path: Path, kind: str) -> Table:
+    try:
+        if kind == "parquet":
+            table = Table(path, parquet.read_schema(path).names, 1)
+        else:
+            table = _read_csv_header(path)
+    except (OSError, CellError, pa.ArrowException) as error:
+        raise unreadable(path, error) from None
+    twice = [name for name, count in Counter(table.names).items() if count > 1]
+    if twice:
+        raise MisuseError(
+            rule="Every column of a table must have a name of its own",
+            got=f"{path} has {twice[0]!r} more than once",
+            advice="Rename one of the two.",
+        )
+    return table
+
+
+def _read_csv_header(path: Path) -> Table:
+    """The first row of a CSV. If it is all numbers it is data, and the columns' names are their numbers."""
+    if not path.stat().st_size:
+        raise no_data(path)
+    with path.open("rb") as file:
+        first = file.readline(HEADER_BYTES)
+    try:
+        header = first.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise _not_utf8(path) from None
+    delimiter = next((mark.decode() for mark in (b",", b"\t", b";") if mark in first), ",")
+    cells = next(read_cells([header], delimiter=delimiter), [])
+    has_names = not all(_is_number(cell) for cell in cells)
+    names = [cell.strip() if has_names else str(number) for number, cell in enumerate(cells)]
+    return Table(path, names, 2 if has_names else 1, delimiter, max(BLOCK_BYTES, ROWS_PER_BLOCK * len(first)))
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def _batches(table: Table, wanted: list[str], id_column: str | None) -> Iterator[pa.RecordBatch]:
+    """The wanted columns, some rows at a time."""
+    if table.delimiter is None:
+        # without a buffer, the columns of a row group would be read whole
+        with parquet.ParquetFile(table.path, buffer_size=BLOCK_BYTES, pre_buffer=False) as file:
+            yield from file.iter_batches(batch_size=BLOCK_ROWS, columns=wanted, use_threads=False)
+        return
+    types: dict[str, Any] = dict.fromkeys(wanted, pa.float64()) | ({id_column: pa.string()} if id_column else {})
+    with csv.open_csv(
+        table.path,
+        # without threads, errors name the row
+        csv.ReadOptions(
+            use_threads=False, block_size=table.block_bytes, column_names=table.names, skip_rows=table.first_row - 1
+        ),
+        csv.ParseOptions(delimiter=table.delimiter),
+        csv.ConvertOptions(column_types=types, include_columns=wanted),
+    ) as reader:
+        yield from reader
+
+
+def _convert(table: Table, parts: list[Part], id_column: str | None, home: Path) -> dict[str, Any]:
+    """Write the arrays; returns the place and the value of the first NaN of each, if it has one."""
+    wanted = list(dict.fromkeys(name for part in parts for name in part.names))
+    forms = [(part.file, len(part.names) if part.range is None else None) for part in parts]
+    if id_column is not None:
+        wanted.append(id_column)
+        forms += [("codes.npy", None), ("places.npy", None)]
+    with ExitStack() as stack:
+        arrays = [stack.enter_context(Appended(home / name, width)) for name, width in forms]
+        writer = _Writer(table, parts, id_column, arrays)
+        try:
+            for batch in _batches(table, wanted, id_column):
+                writer.append(batch)
+        except pa.ArrowException as error:
+            raise _parse_error(table, str(error)) from None
+    if not writer.rows:
+        raise no_data(table.path)
+    borders = np.array([0, writer.rows], dtype=np.int64)
+    if id_column is not None:
+        paths = [*(home / part.file for part in parts), home / "places.npy"]
+        borders = source.group_rows(paths, home / "codes.npy", len(writer.series))
+        (home / "ids.json").write_text(json.dumps([*writer.series], default=str))
+    np.save(home / "borders.npy", borders)
+    return {"nan": writer.nan}
+
+
+class _Writer:
+    """Checks rows and appends them to the arrays. Of the ids, each is in memory once."""
+
+    def __init__(self, table: Table, parts: list[Part], id_column: str | None, arrays: list[Appended]) -> None:
+        self.table, self.parts, self.id_column, self.arrays, self.rows = table, parts, id_column, arrays, 0
+        self.nan: dict[str, tuple[str, str]] = {}
+        """Place and value of the first NaN of each array."""
+        self.series: dict[Any, int] = {}
+        """Number of each series by its id, in the order in which they come up."""
+
+    def append(self, batch: pa.RecordBatch) -> None:
+        blocks: list[NDArray[Any]] = [self._checked(batch, part) for part in self.parts]
+        if self.id_column is not None:
+            first = self.rows + self.table.first_row
+            blocks += [self._codes(batch.column(self.id_column)), np.arange(first, first + batch.num_rows)]
+        for array, block in zip(self.arrays, blocks, strict=True):
+            array.append(block)
+        self.rows += batch.num_rows
+
+    def _checked(self, batch: pa.RecordBatch, part: Part) -> NDArray[Any]:
+        """Values in the type they are stored in. NaN is kept, since another --nan may ask for the same file."""
+        block = np.stack([self._numbers(batch, name) for name in part.names], axis=1)
+
+        def where(row: int, column: int) -> str:
+            return self._place(row, part.names[column])
+
+        checked = values.as_values(block, part.range, "drop", where)
+        # in float32, a number that is too large for it is infinite
+        bad = ~np.isfinite(checked) if part.range is None else (checked == values.MISSING)[:, None]
+        if part.file not in self.nan and bad.any():
+            row, column = (int(place) for place in np.argwhere(bad)[0])
+            self.nan[part.file] = (where(row, column), str(block[row, column]))
+        return checked
+
+    def _numbers(self, batch: pa.RecordBatch, name: str) -> NDArray[np.float64]:
+        """A column in float64, nulls as NaN."""
+        column = batch.column(name)
+        try:
+            numbers: NDArray[np.float64] = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
+        except pa.ArrowException:
+            row = next((i for i, cell in enumerate(column) if not _is_number(str(cell.as_py()))), 0)
+            raise _not_a_number(self._place(row, name), str(column[row].as_py())) from None
+        return numbers
+
+    def _codes(self, column: pa.Array) -> Ints:
+        """The number of each row's series."""
+        coded = column.dictionary_encode(null_encoding="encode")
+        places, ids = coded.indices.to_numpy(zero_copy_only=False), coded.dictionary.to_pylist()
+        for empty in (None, ""):
+            if empty in ids:
+                raise MisuseError(
+                    rule="Every row must say which series it belongs to",
+                    got=f"{self._place(int((places == ids.index(empty)).argmax()), str(self.id_column))} is empty",
+                    advice="Fill the column, or name another as --id.",
+                )
+        numbers = [self.series.setdefault(name, len(self.series)) for name in ids]
+        codes: Ints = np.array(numbers, dtype=np.int64)[places]
+        return codes
+
+    def _place(self, row: int, column: str) -> str:
+        return f"{self.table.path}, row {self.rows + row + self.table.first_row:,}, column {column!r}"
+
+
+def _parse_error(table: Table, text: str) -> MisuseError:
+    """The error for what pyarrow found wrong with a CSV, with file, row and column."""
+    row = re.search(r"Row #(\d+)", text)
+    place = f"{table.path}, row {int(row[1]):,}" if row else str(table.path)
+    ragged = re.search(r"Expected (\d+) columns, got (\d+)", text)
+    if ragged:
+        return MisuseError(
+            rule=f"Every row of a table must have as many columns as the first ({ragged[1]})",
+            got=f"{place} has {ragged[2]}",
+            advice="Correct that row.",
+        )
+    cell = re.search(r"column #(\d+):.*invalid value '(.*)'", text, re.DOTALL)
+    if cell:
+        return _not_a_number(f"{place}, column {table.names[int(cell[1])]!r}", cell[2])
+    return _not_utf8(place) if "UTF8" in text else unreadable(table.path, ValueError(text))
+
+
+def _not_utf8(place: object) -> MisuseError:
+    return MisuseError(
+        rule="A table must be text in UTF-8",
+        got=f"{place} has other bytes (perhaps latin-1)",
+        advice="Convert it: iconv -f latin1 -t utf-8 old.csv > new.csv.",
+    )
+
+
+def _not_a_number(place: str, value: str) -> MisuseError:
+    return MisuseError(
+        rule="Inputs and targets must be numbers",
+        got=f"{place} is {value[:40]!r}",
+        advice="Correct it, or name the columns that are numbers as --columns and --target.",
+    )

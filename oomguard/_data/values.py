@@ -1,0 +1,276 @@
+"""The values of sequences: which columns are inputs and targets, their checks, with the place of a wrong one, and their
+normalisation to mean 0 and standard deviation 1, by one streaming pass over the training part.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from oomguard._core.errors import MisuseError, nearest
+from oomguard._data.options import DataOptions, Nan
+from oomguard._data.source import Array, Ints, Pair, Source
+from oomguard._spec.spec import Spec
+
+MISSING = np.iinfo(np.int64).min
+"""What stands for NaN among tokens and classes, which are whole numbers."""
+
+Where = Callable[[int, int], str]
+"""The place of a value, from its row in the block and its column."""
+
+
+class Columns(NamedTuple):
+    """Columns by their numbers in the file."""
+
+    inputs: tuple[int, ...]
+    targets: tuple[int, ...]
+    ahead: int
+    """Steps that a target lies ahead of its inputs."""
+
+
+def choose_columns(names: list[str], spec: Spec, options: DataOptions, path: object) -> Columns:
+    """The columns that are inputs and those that are targets. With targets in another file, both are the inputs."""
+    width = 1 if spec.vocab is not None else spec.inputs
+    inputs_alone = options.inputs_only or options.targets is not None
+    inputs = list(options.columns or _usual_inputs(names, width, spec, options))
+    places = {name: place for place, name in enumerate(names)}  # there may be a million names
+    for name in (*inputs, *(() if inputs_alone else options.target or ())):
+        if name not in places:
+            raise missing_column(name, names, path)
+    if len(inputs) != width:
+        raise MisuseError(
+            rule=f"There must be as many input columns as the spec has features ({width})",
+            got=f"{path} has {len(inputs)}: {_listed(inputs)}",
+            advice=f"Set --features {len(inputs)}, or name the inputs as --columns.",
+        )
+    numbers = tuple(places[name] for name in inputs)
+    if inputs_alone:
+        return Columns(numbers, numbers, options.ahead or 0)
+    targets = list(options.target or _usual_targets(names, inputs, spec, path))
+    if len(targets) != target_width(spec):
+        raise MisuseError(
+            rule=f"There must be as many target columns as the head gives ({target_width(spec)})",
+            got=f"{path} has {len(targets)}: {_listed(targets)}",
+            advice="Change --target or --outputs.",
+        )
+    ahead = options.ahead if options.ahead is not None else int(bool(set(inputs) & set(targets)))
+    return Columns(numbers, tuple(places[name] for name in targets), ahead)
+
+
+def _usual_inputs(names: list[str], width: int, spec: Spec, options: DataOptions) -> list[str]:
+    """The inputs if they are not named: the columns that are not targets, or all if only those are enough."""
+    targets = {*(options.target or ())}
+    rest = [name for name in names if name not in targets]
+    if options.inputs_only:
+        return (rest if len(rest) >= width else names)[:width]
+    if targets:
+        return names if len(rest) != width and len(names) == width else rest
+    has_targets = options.targets is None and len(names) == width + target_width(spec)
+    return names[:width] if has_targets else names
+
+
+def _usual_targets(names: list[str], inputs: list[str], spec: Spec, path: object) -> list[str]:
+    """The targets if they are not named: the columns that are not inputs, or the inputs of the next step."""
+    taken = {*inputs}
+    rest = [name for name in names if name not in taken]
+    if len(rest) == target_width(spec):
+        return rest
+    if forecasts(spec):
+        return inputs
+    raise MisuseError(
+        rule="Without --target the head must give as much as there is in the input, to predict the next step",
+        got=f"{path} has {len(inputs)} input columns, and the head gives {spec.classes}",
+        advice=f"Name a column as --target, or set --outputs {spec.vocab or spec.inputs}.",
+    )
+
+
+def forecasts(spec: Spec) -> bool:
+    """Whether the head gives what the input holds, so that the targets can be the next inputs."""
+    if spec.vocab is not None:
+        return spec.loss == "cross-entropy" and spec.classes == spec.vocab
+    return spec.loss == "mse" and spec.classes == spec.inputs
+
+
+def target_width(spec: Spec) -> int:
+    """Numbers of one target: one class, or all that the head gives."""
+    return 1 if spec.loss == "cross-entropy" else spec.classes
+
+
+def missing_column(name: str, names: list[str], path: object) -> MisuseError:
+    """The error for a column that the file does not have."""
+    return MisuseError(
+        rule="A column that is named must be in the file",
+        got=f"{path} has no column {name!r}",
+        advice=nearest(name, names[:50]),
+    )
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+
+
+class Index(NamedTuple):
+    """Values that are whole numbers from 0 to `below` - 1: tokens or classes."""
+
+    below: int
+    noun: str
+    flag: str
+
+
+def input_index(spec: Spec) -> Index | None:
+    """The range of the spec's tokens; None: its inputs are numbers."""
+    return None if spec.vocab is None else Index(spec.vocab, "A token", "--vocab")
+
+
+def target_index(spec: Spec) -> Index | None:
+    """The range of the spec's classes; None: its targets are numbers."""
+    return Index(spec.classes, "A target", "--outputs") if spec.loss == "cross-entropy" else None
+
+
+def as_values(block: Array, index: Index | None, nan: Nan, where: Where) -> Array:
+    """Rows x columns in float32, or tokens or classes in int64; always a copy."""
+    return as_numbers(block, nan, where) if index is None else _as_indices(block, index, nan, where)
+
+
+def as_numbers(block: Array, nan: Nan, where: Where) -> NDArray[np.float32]:
+    """Float32 with two axes. A value that is not finite is an error, or 0, or stays ("drop")."""
+    with np.errstate(over="ignore"):  # what is too large for float32 becomes infinite
+        numbers = np.array(block, dtype=np.float32, order="C").reshape(len(block), -1)
+    if nan == "drop" or not numbers.size:
+        return numbers
+    if not isfinite(np.vdot(numbers, numbers)):  # the fastest test, without a mask; squares may overflow as well
+        bad = ~np.isfinite(numbers)
+        if nan == "error" and bad.any():
+            row, column = (int(place) for place in np.argwhere(bad)[0])
+            raise wrong_value(where(row, column), numbers[row, column], None)
+        numbers[bad] = 0
+    return numbers
+
+
+def _as_indices(block: Array, index: Index, nan: Nan, where: Where) -> Ints:
+    """Int64 with one axis, all within the range. NaN is an error, also for "zero", since 0 is a token too.
+
+    With "drop", NaN becomes `MISSING`, which whoever cuts sequences leaves out.
+    """
+    flat = np.asarray(block).reshape(len(block))
+    if flat.dtype.kind in "iub" and (not flat.size or (flat.min() >= 0 and flat.max() < index.below)):
+        return flat.astype(np.int64)
+    with np.errstate(invalid="ignore"):  # NaN has no whole number; it is found below
+        numbers = flat.astype(np.int64)
+        bad = (numbers != flat) | (numbers < 0) | (numbers >= index.below)
+    if nan == "drop":
+        gone = ~np.isfinite(flat)
+        numbers[gone], bad = MISSING, bad & ~gone
+    if bad.any():
+        row = int(bad.argmax())
+        raise wrong_value(where(row, 0), flat[row], index)
+    return numbers
+
+
+def wrong_value(place: str, value: Any, index: Index | None) -> MisuseError:
+    """The error for a number that is not finite (index None), or for what is not a token or a class."""
+    if index is None:
+        rule, change = "Numbers in the data must be finite", "use --nan drop (leave such sequences out) or --nan zero"
+    else:
+        rule = f"{index.noun} must be a whole number from 0 to {index.below - 1:,}"
+        change = "use --nan drop (leave such sequences out); --nan zero is for numbers only"
+        if isfinite(float(value)):
+            change = f"change {index.flag}"
+    return MisuseError(rule=rule, got=f"{place} is {value}", advice=f"Correct the data, or {change}.")
+
+
+class Normaliser(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Mean and standard deviation of every feature, as plain numbers for JSON."""
+
+    mean: tuple[float, ...]
+    """Mean of each feature."""
+    std: tuple[float, ...]
+    """Standard deviation of each feature; 1 for a constant one, which becomes 0."""
+    target_mean: tuple[float, ...] | None = None
+    """Mean of each target; None: targets are not normalised."""
+    target_std: tuple[float, ...] | None = None
+    """Standard deviation of each target."""
+    steps: int
+    """Time steps that they were computed from."""
+
+    def restored(self, outputs: Array) -> Array:
+        """Outputs of the model in the units of the data."""
+        if self.target_mean is None or self.target_std is None:
+            return outputs
+        return outputs * np.array(self.target_std, np.float32) + np.array(self.target_mean, np.float32)
+
+
+class Moments:
+    """Count, mean and sum of squared deviations of numbers that come in blocks, in float64.
+
+    Blocks are merged as in Chan, Golub and LeVeque (1979), which stays exact for a mean far from 0.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean: NDArray[np.float64] = np.zeros(1)
+        self.squares: NDArray[np.float64] = np.zeros(1)
+
+    def add(self, block: Array) -> None:
+        """Count the rows of a block in."""
+        rows = block.reshape(len(block), -1).astype(np.float64)
+        mean = rows.mean(axis=0)
+        total, shift = self.count + len(rows), mean - self.mean
+        self.squares = self.squares + ((rows - mean) ** 2).sum(axis=0) + shift**2 * (self.count * len(rows) / total)
+        self.mean = self.mean + shift * (len(rows) / total)
+        self.count = total
+
+    def result(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Mean and standard deviation of each column."""
+        std = np.sqrt(self.squares / self.count)
+        std = np.where(std > np.abs(self.mean) * 1e-12, std, 1.0)  # constant, but for rounding
+        return tuple(self.mean.tolist()), tuple(std.tolist())
+
+
+def fit_normaliser(source: Source, *, targets: bool = False) -> Normaliser:
+    """The normaliser of a source, whose sequences are read once, one at a time.
+
+    Steps of overlapping windows count as often as they are trained on.
+    """
+    of_inputs, of_targets = Moments(), Moments()
+    for index in range(len(source)):
+        sequence, target = source[index]
+        of_inputs.add(sequence)
+        if targets:
+            of_targets.add(target if target.ndim > 1 else target[None])
+    mean, std = of_inputs.result()
+    target_mean, target_std = of_targets.result() if targets else (None, None)
+    return Normaliser(mean=mean, std=std, target_mean=target_mean, target_std=target_std, steps=of_inputs.count)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Normalised:
+    """A source whose numbers are normalised when they are read."""
+
+    source: Source
+    normaliser: Normaliser
+
+    @property
+    def lengths(self) -> Ints:
+        return self.source.lengths
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Pair:
+        (inputs, targets), normaliser = self.source[index], self.normaliser
+        inputs = _scaled(inputs, normaliser.mean, normaliser.std)
+        if normaliser.target_mean is not None and normaliser.target_std is not None:
+            targets = _scaled(targets, normaliser.target_mean, normaliser.target_std)
+        return inputs, targets
+
+    def describe(self) -> dict[str, Any]:
+        return self.source.describe() | {"normaliser": msgspec.to_builtins(self.normaliser)}
+
+
+def _scaled(block: Array, mean: tuple[float, ...], std: tuple[float, ...]) -> NDArray[np.float32]:
+    return np.asarray((block - np.array(mean)) / np.array(std), dtype=np.float32)

@@ -1,0 +1,117 @@
+"""Limit and Budget: how many bytes this process may use on a device, each with its source.
+
+Every limit is read as three numbers: the limit, what is used of it, and what this process itself holds of that.
+They answer two questions. How far may *this* process grow, all it holds included? To the limit less what others use:
+`reach_bytes`. How large may *another* process become while this one stays as it is? `left_bytes`.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from oomguard._core.errors import MisuseError
+
+Unit = Literal["resident", "committed"]
+
+
+class Limit(msgspec.Struct, frozen=True, kw_only=True):
+    """One limit on memory. Its figures are checked when it is made.
+
+    >>> group = Limit(name="memory.max", limit_bytes=1000, used_bytes=700, held_bytes=300, unit="resident", source="…")
+    >>> group.left_bytes, group.reach_bytes
+    (300, 600)
+    """
+
+    name: str
+    """The name of the limit: `free RAM`, `memory.max`, `RLIMIT_DATA`, `card memory`."""
+    limit_bytes: int
+    """The most that may be used, by everyone to whom it applies together."""
+    used_bytes: int
+    """Bytes in use by this process and by others. Can exceed a limit that was lowered later."""
+    held_bytes: int
+    """The part of `used_bytes` that this process itself holds."""
+    unit: Unit
+    """The bytes that count: `resident` (RAM or card memory really taken; exceeding ends in a kill or a CUDA error), or
+    `committed` bytes (asked for, touched or not; exceeding makes the allocation fail)."""
+    source: str
+    """The source: the file, call or library that was read."""
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.held_bytes <= self.used_bytes and self.limit_bytes >= 0 and self.name and self.source):
+            raise MisuseError(
+                rule="A limit needs a name, a source and 0 <= held <= used",
+                got=f"got {self}",
+                advice="Correct the reader that made it.",
+            )
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes that may be taken on top of those in use now: the most that a child beside this process may reach."""
+        return max(0, self.limit_bytes - self.used_bytes)
+
+    @property
+    def reach_bytes(self) -> int:
+        """Bytes that this process may reach, all that it holds included: the limit less what others use."""
+        return max(0, self.limit_bytes - (self.used_bytes - self.held_bytes))
+
+
+class Budget(msgspec.Struct, frozen=True, kw_only=True):
+    """The bytes this process may use on a device: every limit that applies, and the least of them.
+
+    >>> ram = Limit(name="free RAM", limit_bytes=900, used_bytes=100, held_bytes=50, unit="resident", source="meminfo")
+    >>> group = Limit(name="memory.max", limit_bytes=500, used_bytes=50, held_bytes=50, unit="resident", source="…")
+    >>> budget = Budget(device="cpu", limits=(ram, group))
+    >>> budget.limit_bytes, budget.left_bytes, budget.committed_bytes, budget.binding.name
+    (500, 450, None, 'memory.max')
+    """
+
+    device: str
+    """The device as `--device` takes it: `cpu`, `cuda:0`."""
+    limits: tuple[Limit, ...]
+    """All that apply, as they were found. One more (a user's own) can be appended with `msgspec.structs.replace`."""
+
+    def __post_init__(self) -> None:
+        if self.least("resident") is None:
+            raise MisuseError(
+                rule="A budget needs a limit of resident bytes",
+                got=f"got {[limit.name for limit in self.limits]}",
+                advice="Add what the device itself has, such as free RAM.",
+            )
+
+    @property
+    def limit_bytes(self) -> int:
+        """The resident bytes that this whole process may reach, interpreter, libraries and all it holds included.
+
+        That is what estimates and peaks count, so they compare with it directly: `peak_bytes <= budget.limit_bytes`.
+        """
+        return self.binding.reach_bytes
+
+    @property
+    def left_bytes(self) -> int:
+        """The resident bytes that a child may reach while this process keeps what it holds."""
+        return min(limit.left_bytes for limit in self.limits if limit.unit == "resident")
+
+    @property
+    def committed_bytes(self) -> int | None:
+        """The committed bytes (VmData) that this whole process may reach; None where nothing limits them."""
+        least = self.least("committed")
+        return None if least is None else least.reach_bytes
+
+    @property
+    def child_committed_bytes(self) -> int | None:
+        """The committed bytes that a child may reach: an rlimit is its own again, a limit of all processes is not."""
+        committed = [limit for limit in self.limits if limit.unit == "committed"]
+        bytes_left = [x.reach_bytes if x.name.startswith("RLIMIT") else x.left_bytes for x in committed]
+        return min(bytes_left, default=None)
+
+    @property
+    def binding(self) -> Limit:
+        """The limit that gives `limit_bytes`."""
+        least = self.least("resident")
+        assert least is not None  # checked at birth
+        return least
+
+    def least(self, unit: Unit) -> Limit | None:
+        """The limit of that unit that lets this process reach least; None if there is none."""
+        limits = (limit for limit in self.limits if limit.unit == unit)
+        return min(limits, key=lambda limit: limit.reach_bytes, default=None)

@@ -1,0 +1,168 @@
+"""The CPU as a device: its budget (limits.py), the memory that this process uses, and how a limit is enforced."""
+
+import ctypes
+import gc
+import math
+import os
+import platform
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from oomguard._device import Reading, limits
+from oomguard._device.budget import Budget
+from oomguard._device.proc import PROC, Status, read_status, read_text
+from oomguard._estimate.malloc import ENVIRONMENT, setting_of
+from oomguard._estimate.target import COMMITTED_TENTHS
+from oomguard._spec.candidate import Candidate
+
+NEEDED_FLAGS = {
+    "bf16": [{"avx512bw", "avx512vl", "avx512dq"}],
+    "fp16": [{"avx512_fp16"}, {"amx_fp16"}],
+}
+"""Any of these sets of cpuinfo flags lets oneDNN train in that precision: bf16 from `avx512_core` on (slowly, unless
+avx512_bf16 or amx_bf16 is there too), fp16 from `avx512_core_fp16` on (oneDNN 3.12, Data Types, hardware limitations;
+torch's `mkldnn_bf16_device_check` asks for the same). Only x86: others are taken to have fp32 alone."""
+
+
+class Cpu(msgspec.Struct, frozen=True):
+    """The CPU and the host's memory."""
+
+    @property
+    def name(self) -> str:
+        return "cpu"
+
+    def title(self) -> str:
+        return cpu_name()
+
+    def precisions(self) -> tuple[str, ...]:
+        return cpu_precisions()
+
+    def library(self) -> str | None:
+        import torch
+
+        found = re.search(r"(?:MKL-DNN|oneDNN) v?(\d[\w.]*)", torch.__config__.show())
+        return None if found is None else f"oneDNN {found[1]}"
+
+    def driver(self) -> str | None:
+        return None
+
+    def budget(self) -> Budget:
+        return limits.budget()
+
+    def environment(self, candidate: Candidate) -> dict[str, str]:
+        """What the process that runs the candidate must be started with: glibc reads its thresholds at the start."""
+        return dict(ENVIRONMENT[setting_of(candidate.allocator)])
+
+    def settle(self, candidate: Candidate) -> None:
+        import torch
+
+        if candidate.threads is not None:
+            torch.set_num_threads(candidate.threads)
+        torch.backends.mkldnn.enabled = candidate.engine != "native"  # type: ignore[assignment]
+
+    def enforce(self, limit_bytes: int, committed_bytes: int | None = None) -> None:
+        """Make allocations fail before this process exceeds the committed bytes that a resident limit can need.
+
+        Linux enforces no limit of resident bytes on a process, and oneDNN commits up to 2.8 bytes for each that it
+        touches: so this is a backstop against a runaway, not the limit itself. Never above an inherited limit.
+        """
+        now = read_status()
+        if now is None or now.committed_bytes is None:  # nothing counts them: nothing to enforce
+            return
+        growth_bytes = max(0, limit_bytes - now.resident_bytes)
+        backstop_bytes = now.committed_bytes + growth_bytes * COMMITTED_TENTHS // 10
+        _set_soft_limit(backstop_bytes if committed_bytes is None else min(backstop_bytes, committed_bytes))
+
+    def unlimit(self) -> None:
+        if _marks.inherited_bytes is not None:
+            _set_soft_limit(_marks.inherited_bytes)
+
+    def reset(self) -> None:
+        with suppress(OSError):  # not Linux, or not allowed here: the peak stays that of the process's whole life
+            (PROC / "self/clear_refs").write_text("5")
+        _marks.reset = read_status()
+
+    def reading(self) -> Reading:
+        now = read_status()
+        assert now is not None  # this process is not gone
+        start = _marks.reset or now
+        return Reading(
+            peak_bytes=now.peak_bytes,
+            now_bytes=now.resident_bytes,
+            runtime_bytes=start.resident_bytes,
+            committed_bytes=now.committed_bytes,
+            committed_peak_bytes=_committed_peak(start, now),
+            swapped_bytes=now.swapped_bytes,
+        )
+
+    def wait(self) -> None:
+        """Work on the CPU is done when its call returns."""
+
+    def release(self) -> None:
+        gc.collect()
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if platform.libc_ver()[0] == "glibc" else None
+        if trim is not None:
+            trim(ctypes.c_size_t(0))
+
+    def held(self, pid: int) -> int:
+        status = read_status(pid)
+        return 0 if status is None else status.resident_bytes
+
+
+def cores() -> int:
+    """Processors that this process may use: those that it may run on, or as many as its cgroup pays for."""
+    ask = getattr(os, "sched_getaffinity", None)
+    allowed = len(ask(0)) if ask is not None else os.cpu_count() or 1
+    return max(1, min(allowed, math.ceil(limits.cpu_quota() or allowed)))
+
+
+@dataclass(slots=True)
+class _Marks:
+    """State between calls, one for the process, as the kernel keeps one."""
+
+    reset: Status | None = None
+    """This process at the last reset."""
+    inherited_bytes: int | None = None
+    """The soft RLIMIT_DATA before `enforce` first changed it (-1: none)."""
+
+
+_marks = _Marks()
+
+
+def cpu_name(proc: Path = PROC) -> str:
+    """The processor's name, for a plan's environment."""
+    found = re.search(r"^model name\s*:\s*(.+)$", read_text(proc / "cpuinfo"), re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def cpu_precisions(proc: Path = PROC) -> tuple[str, ...]:
+    """The precisions that oneDNN trains in on this processor, by its flags."""
+    found = re.search(r"^flags\s*:\s*(.+)$", read_text(proc / "cpuinfo"), re.MULTILINE)
+    flags = set(found[1].split()) if found else set()
+    half = [name for name in ("fp16", "bf16") if any(needed <= flags for needed in NEEDED_FLAGS[name])]
+    return "fp32", *half
+
+
+def _committed_peak(start: Status, now: Status) -> int | None:
+    """The largest VmData between two readings, by VmPeak: if that rose, all that was mapped meanwhile was data."""
+    if start.committed_bytes is None or now.committed_bytes is None:
+        return None
+    ends_bytes = max(start.committed_bytes, now.committed_bytes)
+    if now.space_peak_bytes <= start.space_peak_bytes:
+        return ends_bytes
+    return max(ends_bytes, start.committed_bytes + now.space_peak_bytes - start.space_bytes)
+
+
+def _set_soft_limit(limit_bytes: int) -> None:
+    """The soft RLIMIT_DATA, but never above the hard one or the soft one that this process came with."""
+    import resource
+
+    soft_bytes, hard_bytes = resource.getrlimit(resource.RLIMIT_DATA)
+    if _marks.inherited_bytes is None:
+        _marks.inherited_bytes = soft_bytes
+    finite = [one for one in (limit_bytes, _marks.inherited_bytes, hard_bytes) if one != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(finite, default=resource.RLIM_INFINITY), hard_bytes))

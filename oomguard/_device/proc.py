@@ -1,0 +1,80 @@
+"""Readers of /proc: files as text and sizes, and the memory of one process; psutil where there is no /proc."""
+
+import re
+from pathlib import Path
+
+import msgspec
+
+from oomguard._core.units import KIB
+
+PROC = Path("/proc")
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory of one process, as /proc/PID/status shows it."""
+
+    resident_bytes: int
+    """VmRSS: what it has in RAM, libraries and shared memory included."""
+    peak_bytes: int
+    """VmHWM: the largest VmRSS since it was reset (`5` written to clear_refs), or since the process began."""
+    committed_bytes: int | None
+    """VmData: private writable mappings, touched or not; None where nothing counts them (no /proc)."""
+    space_bytes: int = 0
+    """VmSize: all mappings."""
+    space_peak_bytes: int = 0
+    """VmPeak: the largest VmSize since the process began. The kernel never resets it."""
+    swapped_bytes: int = 0
+    """VmSwap: what of it is swapped out."""
+
+
+def read_status(pid: int | None = None, proc: Path = PROC) -> Status | None:
+    """The memory of a process (None: this one) now; None if it is gone, or has ended and was not yet waited for."""
+    if not (proc / "self").exists():  # macOS, Windows
+        return _by_psutil(pid)
+    found = read_sizes(read_text(proc / ("self" if pid is None else str(pid)) / "status"))
+    if "VmRSS" not in found:
+        return None
+    return Status(
+        resident_bytes=found["VmRSS"],
+        peak_bytes=found.get("VmHWM", found["VmRSS"]),
+        committed_bytes=found.get("VmData"),
+        space_bytes=found.get("VmSize", 0),
+        space_peak_bytes=found.get("VmPeak", 0),
+        swapped_bytes=found.get("VmSwap", 0),
+    )
+
+
+def _by_psutil(pid: int | None) -> Status | None:
+    """Read a process's memory by psutil. Windows tells a peak; macOS only this process's, in bytes instead of KiB."""
+    import sys
+
+    import psutil
+
+    try:
+        memory = psutil.Process(pid).memory_info()
+    except psutil.NoSuchProcess:
+        return None
+    peak_bytes = getattr(memory, "peak_wset", memory.rss)
+    if pid is None and sys.platform != "win32":
+        import resource
+
+        unit_bytes = 1 if sys.platform == "darwin" else KIB
+        peak_bytes = max(peak_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes)
+    return Status(resident_bytes=memory.rss, peak_bytes=peak_bytes, committed_bytes=None)
+
+
+def read_text(path: Path) -> str:
+    """Read a file's text; empty if it does not exist or may not be read, which is common here."""
+    try:
+        return path.read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return ""
+
+
+def read_sizes(lines: str) -> dict[str, int]:
+    """The lines `Name: 12 kB` of /proc/meminfo and /proc/self/status, in bytes.
+
+    >>> read_sizes("Pid:\\t7\\nVmData:\\t     292 kB\\n")
+    {'VmData': 299008}
+    """
+    return {name: int(size) * KIB for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", lines, re.MULTILINE)}

@@ -1,0 +1,196 @@
+"""Estimate: the peak of one optimizer step, as the largest of its moments, with the terms of that moment.
+
+A step is a sequence of moments: forward, the loss, the backward of each call, the optimizer. At each of them other
+things are alive; the peak is the largest sum, never a sum of everything. Estimates err, so a margin comes on top.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oomguard._estimate import terms
+from oomguard._estimate.call import Count, Flag, Knobs, maximum, where
+from oomguard._estimate.engines import cudnn
+from oomguard._estimate.malloc import reserved_bytes, setting_of
+from oomguard._estimate.moments import TERMS, Moments, Terms, evaluation_moments, training_moments
+from oomguard._estimate.passes import Pass, border_bytes, by_layer_bytes, make_pass, piece_steps, stays_on_host
+from oomguard._estimate.target import CPU, Target
+from oomguard._spec.candidate import Candidate, Candidates
+from oomguard._spec.spec import Spec
+
+Name = str | NDArray[np.str_]
+"""A name, or an array of them."""
+
+MARGIN_PERCENT = {"steady": 10, "pooled": 30, "roomy": 110, "plain": 80, "cuda": 15}
+"""Margin in percent of the growth over the runtime, by allocator setting: fixed or moving heap thresholds (rows of the
+benchmark, run again: 16 in `pooled` peaked at 0.96 to 1.19 of the estimate, 18 of oneDNN in `roomy` at 0.99 to 2.0, 24
+in `plain` at up to 1.78), cuDNN's workspace (assumed)."""
+SCATTERED_PERCENT = 35
+"""Margin in percent with fixed thresholds and a fragmented heap (two such rows of the benchmark, vanilla RNNs, peaked
+at 1.17 and 1.33 of the estimate; a GRU with blocks of 1 KiB at 1.13, and at 1.21 of what shorter sequences had led to
+expect)."""
+SMALL_BLOCK_BYTES = 4096
+"""Bytes of a page: smaller blocks share it with others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """The predicted peak of one candidate, whose figures are ints, or of many, whose figures are arrays.
+
+    >>> import oomguard
+    >>> found = oomguard.estimate(cell="lstm", seq=10_000, device="t4")
+    >>> found.fits, found.moment, max(found.terms, key=found.terms.get)
+    (True, 'backward of the layers', 'activations')
+    >>> found.total_bytes == sum(found.terms.values())
+    True
+    """
+
+    total_bytes: Count
+    """The peak: resident bytes of the process (CPU), or the bytes that the card shows for it (CUDA)."""
+    terms: dict[str, Count]
+    """The summands of the peak."""
+    moment: Name
+    """The moment of the peak, such as `forward` or `backward of layer 2`."""
+    moments: dict[str, Count] = field(repr=False)
+    """The total of every moment, in the unit of `total_bytes`."""
+    engine: Name
+    """The kernel that runs the cell."""
+    device: str
+    """The device as `--device` takes it."""
+    candidate: Candidate | Candidates
+    """The candidate or candidates that were estimated."""
+    allocated_bytes: Count | None = None
+    """CUDA: the figure that `torch.cuda.max_memory_allocated` would give."""
+    reserved_bytes: Count | None = None
+    """CUDA: the figure that `torch.cuda.max_memory_reserved` would give."""
+    host_bytes: Count = 0
+    """CUDA: host memory of the input pipeline, of an offloaded optimizer state, of a microbatch that stays there."""
+    steps: Count = 0
+    """Time steps that one call of the kernel takes."""
+    budget_bytes: int | None = None
+    """Bytes that the process may use on the device; None if nobody asked whether it fits."""
+    margin_bytes: Count = 0
+    """Bytes added before the comparison with the budget, because estimates err."""
+
+    @property
+    def runs(self) -> Flag:
+        """Whether the engine takes so many steps in one call: cuDNN refuses more than 65,535, whatever the memory."""
+        too_long = (self.engine == "cudnn") & (self.steps > cudnn.MAX_STEPS)
+        return ~too_long if isinstance(too_long, np.ndarray) else not too_long
+
+    @property
+    def fits(self) -> Flag | None:
+        """Whether it runs, with total and margin within the budget; None without a budget."""
+        if self.budget_bytes is None:
+            return None
+        return self.runs & (self.total_bytes + self.margin_bytes <= self.budget_bytes)
+
+    @property
+    def growth_bytes(self) -> Count:
+        """The peak over the runtime: the bytes that the model itself costs."""
+        return self.total_bytes - self.terms["runtime"]
+
+
+def estimate_step(spec: Spec, candidate: Knobs, target: Target = CPU, *, training: bool = True) -> Estimate:
+    """Estimate one optimizer step or, with `training=False`, one evaluation pass without gradients.
+
+    >>> estimate_step(Spec(cell="lstm", seq=1000), Candidate(microbatch=32)).moment
+    'backward of layer 2'
+    """
+    step, moments = step_moments(spec, candidate, target, training=training)
+    totals = {name: total_of(parts) for name, parts in moments.items()}
+    terms_of_peak, moment = _largest(moments, totals)
+    allocated: Count | None = None
+    reserved: Count | None = None
+    if target.cuda:  # the rest of the segments that the blocks are cut from counts as workspace
+        runtime, expandable = target.runtime_bytes, candidate.allocator == "expandable"
+        allocated = total_of(terms_of_peak) - runtime
+        reserved = reserved_bytes(allocated, expandable=expandable)
+        terms_of_peak = terms_of_peak | {"workspace": terms_of_peak["workspace"] + reserved - allocated}
+        totals = {name: runtime + reserved_bytes(n - runtime, expandable=expandable) for name, n in totals.items()}
+    return Estimate(
+        total_bytes=total_of(terms_of_peak),
+        terms=terms_of_peak,
+        moment=moment,
+        moments=totals,
+        engine=step.engine,
+        device=target.device,
+        candidate=candidate,
+        allocated_bytes=allocated,
+        reserved_bytes=reserved,
+        host_bytes=_host_bytes(step) if target.cuda else 0,
+        steps=step.calls[0].steps,
+    )
+
+
+def total_of(parts: Terms) -> Count:
+    """Add up the terms of a moment."""
+    total: Count = 0
+    for term in TERMS:
+        total = total + parts[term]
+    return total
+
+
+def step_moments(spec: Spec, candidate: Knobs, target: Target = CPU, *, training: bool = True) -> tuple[Pass, Moments]:
+    """Return the pass that a step consists of, and its moments with the bytes in use at each, before an allocator
+    rounds them."""
+    step = make_pass(spec, candidate, target, steps=piece_steps(spec, candidate))
+    if not training:
+        return step, evaluation_moments(step)
+    whole = not candidate.recompute and candidate.window is None
+    kept = make_pass(spec, candidate, target, steps=spec.steps) if whole else step
+    return step, training_moments(step, kept)
+
+
+def _largest(moments: Moments, totals: dict[str, Count]) -> tuple[Terms, Name]:
+    """Find the moment with the largest total, element by element: its terms and its name."""
+    peak = maximum(*totals.values())
+    if not isinstance(peak, np.ndarray):
+        name = max(totals, key=lambda name: totals[name])
+        return moments[name], name
+    largest = {term: np.zeros_like(peak) for term in TERMS}
+    names = np.empty(peak.shape, dtype=f"U{max(map(len, moments))}")
+    for name, parts in reversed(moments.items()):  # the first of equal moments wins, as `max` has it
+        is_peak = totals[name] == peak
+        names[is_peak] = name
+        for term in TERMS:
+            np.copyto(largest[term], parts[term], where=is_peak)
+    return dict(largest), names
+
+
+def _host_bytes(step: Pass) -> Count:
+    spec, candidate = step.spec, step.candidate
+    host = terms.loader_bytes(spec, candidate, pinned=True)
+    host = host + (terms.optimizer_bytes(spec, candidate) if candidate.offload else 0)
+    stays = terms.input_bytes(spec, candidate) + border_bytes(step) + by_layer_bytes(step)
+    return host + (stays if stays_on_host(step) else 0)
+
+
+def scattered(spec: Spec, knobs: Knobs) -> Flag:
+    """Whether the heap fragments: a vanilla RNN or a GRU in segments, whose steps keep small blocks.
+
+    The blocks that one segment frees have gaps between them, into which the next segment's blocks do not fit.
+
+    >>> spec = Spec(cell="rnn", seq=10_000, hidden=64)
+    >>> [bool(scattered(spec, Candidate(microbatch=8, segments=pieces))) for pieces in (1, 2)]
+    [False, True]
+    """
+    small: Flag = 4 * spec.hidden * knobs.microbatch < SMALL_BLOCK_BYTES
+    return small & (knobs.segments > 1) & (spec.cell != "lstm")
+
+
+def margin_bytes(spec: Spec, growth_bytes: Count, candidate: Knobs, target: Target) -> Count:
+    """Bytes to add to an estimate that no record has calibrated: about the 95th percentile of its error.
+
+    Calibration by the records of this machine replaces it.
+
+    >>> spec = Spec(cell="lstm", seq=1000)
+    >>> [margin_bytes(spec, 1000, Candidate(microbatch=1, allocator=one), CPU) for one in ("steady", "pooled", "roomy")]
+    [100, 300, 1100]
+    """
+    kind = "cuda" if target.cuda else setting_of(candidate.allocator)
+    percent: Count = MARGIN_PERCENT[kind]
+    if kind in ("steady", "pooled"):
+        percent = where(scattered(spec, candidate), SCATTERED_PERCENT, percent)
+    return -(-growth_bytes // 100) * percent  # divided first: the largest specs fill most of an int64

@@ -1,0 +1,275 @@
+"""The guard: runs a step again with a smaller candidate of the plan when memory gets tight, and climbs back later.
+
+Here are the guard and its attempts. `ladder.py` has the rungs and detects memory pressure before it is an error,
+`update.py` completes an update that ran out of memory halfway, `events.py` writes down every change.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from oomguard._core.errors import GuardError, MisuseError
+from oomguard._core.units import format_bytes
+from oomguard._device import Device, open_device
+from oomguard._guard.events import Events
+from oomguard._guard.ladder import LadderPosition, LadderRung, Pressure, Watch, make_ladder
+from oomguard._guard.update import Updates
+from oomguard._plan.value import Plan
+from oomguard._probe.verdict import Verdict, judge
+from oomguard._spec.candidate import Candidate
+
+DONE, OOM, FAILED = 0, 1, 2
+"""Outcome of an attempt; among several processes the largest counts."""
+Agree = Callable[[Sequence[int]], list[int]]
+"""Returns the largest of each number over all processes that train together."""
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Guard:
+    """Keeps a training loop within memory: `with oomguard.guard(plan) as guard`.
+
+    In a loop of your own:
+
+    >>> import oomguard
+    >>> plan = oomguard.find_feasible_config(cell="gru", seq=8, hidden=8, batch=4, features=3, device="t4")
+    >>> model, loss_of = torch.nn.Linear(3, 1), torch.nn.MSELoss(reduction="sum")
+    >>> optimizer = torch.optim.Adam(model.parameters())
+    >>> def learn(inputs, targets, rows):
+    ...     (loss_of(model(inputs), targets) / rows).backward()
+    >>> with oomguard.guard(plan, device="cpu") as guard:
+    ...     for inputs, targets in [(torch.randn(4, 3), torch.randn(4, 1))]:
+    ...         for attempt in guard.attempts(optimizer):
+    ...             with attempt:
+    ...                 for piece in guard.split((inputs, targets)):
+    ...                     learn(*piece, rows=len(inputs))
+    ...         guard.update(optimizer)
+    ...         optimizer.zero_grad()
+    >>> guard.steps, guard.rung
+    (1, 0)
+
+    An attempt that runs out of memory ends without an error, and `attempts` yields another one, a rung lower: its
+    pieces are smaller, `optimizer.zero_grad` was called (without an optimizer, clear the gradients yourself at the
+    start of the attempt), and PyTorch's random numbers repeat. On the last rung, `attempts` yields one more attempt
+    after memory was released, then raises `GuardError`. Put the forward and backward pass into a function, as above:
+    variables of the loop itself, and their memory, stay alive during the next attempt.
+
+    `split` alone only sizes the pieces: it takes an attempt to run a batch again.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        device: Device | None = None,
+        events: Events | None = None,
+        position: LadderPosition | None = None,
+        agree: Agree = list,
+    ) -> None:
+        self.plan, self.events, self.agree = plan, events, agree
+        self.device = device or open_device(plan.where.device)
+        self.position = position or LadderPosition()
+        self.ladder = make_ladder(plan)
+        self.steps = 0
+        """Steps completed."""
+        limit_bytes = None if plan.asked_budget_bytes is None else plan.budget_bytes
+        self.watch = Watch(device=self.device, limit_bytes=limit_bytes)
+        self.updates = Updates(self.device.release)
+        self._reported_at_bottom = False
+
+    @property
+    def rung(self) -> int:
+        """0 is the plan's candidate, 1 its first fallback."""
+        return self.position.rung
+
+    @property
+    def current(self) -> LadderRung:
+        """The rung with its buckets."""
+        return self.ladder[self.rung]
+
+    @property
+    def candidate(self) -> Candidate:
+        """How sequences of full length are run now."""
+        return self.current.candidate
+
+    @property
+    def rows(self) -> int:
+        """Sequences per pass in a loop of your own, which keeps the segments of the plan's candidate.
+
+        Where a rung has more segments, such a loop uses fewer sequences instead.
+        """
+        segments = self.ladder[0].candidate.segments
+        return max(1, self.candidate.microbatch * segments // self.candidate.segments)
+
+    @overload
+    def split(self, batch: Tensor, dim: int = 0) -> Iterator[Tensor]: ...
+    @overload
+    def split(self, batch: Mapping[Key, Tensor], dim: int = 0) -> Iterator[dict[Key, Tensor]]: ...
+    @overload
+    def split(self, batch: Sequence[Tensor], dim: int = 0) -> Iterator[tuple[Tensor, ...]]: ...
+    def split(self, batch: Tensor | Mapping[Any, Tensor] | Sequence[Tensor], dim: int = 0) -> Iterator[Any]:
+        """Pieces of at most `rows` sequences along a dimension, of a tensor or a tuple, list or dict of tensors."""
+        if isinstance(batch, Tensor):
+            yield from torch.split(batch, self.rows, dim)
+        elif isinstance(batch, Mapping):
+            for piece in self.split([*batch.values()], dim):
+                yield dict(zip(batch, piece, strict=True))
+        else:
+            yield from zip(*(torch.split(part, self.rows, dim) for part in batch), strict=True)
+
+    def attempts(self, optimizer: Optimizer | None = None) -> Iterator["Attempt"]:
+        """Attempts at one step until one succeeds: `for attempt in guard.attempts(optimizer): with attempt: ...`."""
+        device, repeated = torch.device(self.device.name), False
+        states = rng_states(device)
+        while True:
+            attempt = Attempt(self)
+            yield attempt
+            if attempt.agreed is None:
+                raise MisuseError(
+                    rule="An attempt must be entered", got="it was not", advice="Write `with attempt:` around the step."
+                )
+            status, tight, stay = attempt.agreed
+            if status == DONE:
+                self._finish_step(attempt.pressure, tight=bool(tight), climb=not stay)
+                return
+            if status == FAILED:
+                raise another_process_failed()
+            # only now, after the `with` has ended, no traceback holds the tensors of the failed attempt any more
+            if optimizer is not None:
+                optimizer.zero_grad(set_to_none=True)
+            self.device.release()
+            set_rng_states(device, states)
+            reason = attempt.message or "Another process of this training ran out of memory."
+            if self.rung + 1 == len(self.ladder) and not repeated:
+                repeated = True  # there is no smaller candidate, but the released memory may suffice
+                self.tell("again", reason, **self._memory(), rung=self.rung)
+            else:
+                self.fall("oom", reason)
+
+    def update(self, optimizer: Optimizer, step: Callable[[], None] | None = None) -> None:
+        """`optimizer.step()`, completed even if memory runs out in the middle of it."""
+        message = self.updates.run(optimizer, step)
+        if message is not None:
+            self.tell("update", "Memory ran out in the update. It was completed weight by weight.", error=message)
+
+    def fall(self, kind: str, reason: str, **figures: object) -> None:
+        """Go one rung down and log the reason; on the last rung raise `GuardError`."""
+        memory, last = self._memory(), self.candidate
+        if self.rung + 1 >= len(self.ladder):
+            self.tell("bottom", reason, **figures, **memory)
+            raise GuardError(
+                rule=f"The last rung of the plan (microbatch {last.microbatch}, {last.segments} segments) must fit",
+                got=f"memory ran out with {format_bytes(memory['now_bytes'])} in use and a limit of "
+                f"{format_bytes(memory['free_bytes'])} ({reason})",
+                advice="Free memory and continue with --resume, or make a plan for a smaller budget.",
+                figures=memory | {"rung": self.rung, "steps": self.steps},
+            )
+        self.position = self.position.down()
+        self.tell(kind, reason, **figures | memory | self._rung_figures(), wait=self.position.wait)
+
+    def tell(self, kind: str, reason: str, **figures: object) -> None:
+        """Write an event, if this process has a file for them."""
+        if self.events is not None:
+            self.events.append(self.steps, kind, reason, **figures)
+
+    def may_climb(self) -> bool:
+        """Whether enough steps were quiet and the rung above would fit by its expected peak and margin."""
+        if not self.position.after_step().may_climb:
+            return False
+        above = self.ladder[self.rung - 1].expected
+        return above.peak_bytes + above.margin_bytes <= self.watch.available_bytes()
+
+    def _finish_step(self, pressure: Pressure | None, *, tight: bool, climb: bool) -> None:
+        """Count a successful step and choose the rung of the next one."""
+        self.steps += 1
+        self.position = self.position.after_step()
+        if tight:
+            pressure = pressure or Pressure("Memory is tight in another process of this training.", {})
+            if self.rung + 1 < len(self.ladder):
+                self.fall("tight", pressure.reason, **pressure.figures)
+                self.device.release()
+                self.device.reset()  # memory reserved so far is not a peak of the next step
+            elif not self._reported_at_bottom:  # nothing has failed, so training continues; one report is enough
+                self._reported_at_bottom = True
+                self.tell("tight", f"{pressure.reason} This is the last rung.", **pressure.figures, rung=self.rung)
+        elif climb:
+            quiet = self.position.quiet
+            self.position, self._reported_at_bottom = self.position.up(), False
+            self.device.enforce(self.watch.available_bytes())  # more may be free than at the start
+            self.tell("climb", f"{quiet} steps were quiet.", **self._rung_figures())
+
+    def _rung_figures(self) -> dict[str, int]:
+        candidate = self.candidate
+        return {"rung": self.rung, "microbatch": candidate.microbatch, "segments": candidate.segments}
+
+    def _memory(self) -> dict[str, int]:
+        return {
+            "now_bytes": self.device.reading().now_bytes,
+            "free_bytes": self.device.budget().limit_bytes,
+            "budget_bytes": self.plan.budget_bytes,
+        }
+
+    def __enter__(self) -> "Guard":
+        self.device.settle(self.candidate)
+        # allocations beyond the limit fail here, as errors that can be caught, before other processes suffer
+        self.device.enforce(self.watch.available_bytes())
+        self.watch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.watch.end()
+        self.device.unlimit()
+
+
+class Attempt:
+    """One attempt at a step: `with attempt` ends without an error if memory runs out inside."""
+
+    def __init__(self, guard: Guard) -> None:
+        self.guard, self.split = guard, guard.split
+        self.message: str | None = None
+        """First line of the error that ended it."""
+        self.pressure: Pressure | None = None
+        """Why memory is tight, though the attempt succeeded."""
+        self.agreed: list[int] | None = None
+        """The largest over all processes of: outcome, memory is tight, stay on this rung. None: not entered."""
+
+    def __enter__(self) -> "Attempt":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        guard, status = self.guard, DONE
+        if error is None:
+            self.pressure = guard.watch.check()
+        else:
+            status = OOM if isinstance(error, Exception) and judge(error) is Verdict.OOM else FAILED
+            self.message = str(error).strip().partition("\n")[0][:300] or type(error).__name__
+        stay = status != DONE or self.pressure is not None or not guard.may_climb()
+        self.agreed = guard.agree([status, int(self.pressure is not None), int(stay)])
+        return status == OOM  # any other error is raised here, after the other processes were told
+
+
+def another_process_failed(kind: type[GuardError] = GuardError) -> GuardError:
+    """The error that ends a process because another one of its training failed."""
+    return kind(
+        rule="All processes of a training continue together",
+        got="another one failed",
+        advice="Read the error message of that process.",
+    )
+
+
+def rng_states(device: torch.device) -> dict[str, Tensor]:
+    """The states of the random number generators that a step uses: `cpu` and, on a card, `cuda`."""
+    states = {"cpu": torch.get_rng_state()}
+    return states if device.type == "cpu" else states | {"cuda": torch.cuda.get_rng_state(device)}
+
+
+def set_rng_states(device: torch.device, states: Mapping[str, Tensor]) -> None:
+    """Let random numbers continue from these states; a card keeps its own if they were taken without one."""
+    torch.set_rng_state(states["cpu"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)

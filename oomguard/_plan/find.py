@@ -1,0 +1,192 @@
+"""From a question to a plan: by a search on a device of this machine, by arithmetic alone for one only named."""
+
+import hashlib
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from typing import Any
+
+import msgspec
+
+from oomguard._core.errors import MisuseError, check_whole, nearest, shown
+from oomguard._device import Device, card_index, open_device
+from oomguard._device.budget import Budget
+from oomguard._device.cpu import cores
+from oomguard._estimate.target import Target
+from oomguard._plan.make import make_plan
+from oomguard._plan.shortfall import NothingFitsError, explain
+from oomguard._plan.value import Environment, Plan
+from oomguard._predict.calibration import same_model
+from oomguard._probe.record import check_seconds, open_ledger, torch_version
+from oomguard._probe.runner import Runner
+from oomguard._search.run import (
+    Cache,
+    Limits,
+    Progress,
+    Search,
+    SearchResult,
+    measured_on,
+    usable_bytes,
+    user_directory,
+)
+from oomguard._search.space import Choices, Problem, check_allow, check_fixed, check_maximize, make_space
+from oomguard._spec.candidate import KNOBS, Candidate, check_candidate
+from oomguard._spec.spec import Spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What a plan is asked for. Checked when it is made."""
+
+    spec: Spec
+    devices: tuple[str, ...] = ("cpu",)
+    """The devices: each gets a worker, and they must be of one kind."""
+    budget_bytes: int | None = None
+    """Bytes that the training process may use; None for what is free."""
+    maximize: tuple[str, ...] = ("throughput",)
+    allow: tuple[str, ...] = ("precision",)
+    """The lossy knobs that may be turned."""
+    fixed: dict[str, Any] = field(default_factory=dict)
+    """Knobs that are fixed and not searched."""
+    limits: Limits = field(default_factory=Limits)
+    ledger: str | None = None
+    """A directory from which the search can be continued."""
+    storage: str | None = None
+    """A storage of Optuna's, in which several machines can search together."""
+
+    def __post_init__(self) -> None:
+        if not self.devices or (len(self.devices) > 1 and not all(map(is_here, self.devices))):
+            raise MisuseError(
+                rule="--device takes one device, or several that are here",
+                got=f"got {shown(','.join(self.devices))}",
+                advice="Write it as cpu, cuda, a100-80gb or cuda:0,cuda:1.",
+            )
+        check_maximize(self.maximize)
+        check_allow(self.allow)
+        _check_knobs(self.spec, self.fixed)
+        check_fixed(self.fixed, self.allow)
+        check_whole("max_probes", self.limits.max_probes, 1, 100_000, optional=False)
+        check_seconds("The time limit of a search", self.limits.seconds)
+
+
+def is_here(device: str) -> bool:
+    """Whether the name means a device of this machine, not a card by its model name."""
+    return device == "cpu" or card_index(device) is not None
+
+
+def _check_knobs(spec: Spec, fixed: dict[str, Any]) -> None:
+    """Raise unless a candidate of the spec can have these knobs."""
+    for name in fixed:
+        if name not in KNOBS or name == "accumulation":
+            known = [name for name in KNOBS if name != "accumulation"]
+            raise MisuseError(
+                rule="A knob can be fixed by its name (the accumulation follows from the microbatch)",
+                got=f"got {shown(name)}",
+                advice=nearest(name, known),
+            )
+    rows = fixed.get("microbatch", 1)
+    check_whole("microbatch", rows, 1, spec.batch)
+    check_candidate(spec, Candidate(**{"microbatch": rows, "accumulation": -(-spec.batch // rows)} | fixed))
+
+
+def find_plan(
+    question: Question,
+    target: Target,
+    budget: Budget,
+    progress: Callable[[Progress], None] | None = None,
+) -> Plan:
+    """The plan; raises `NothingFitsError` if there is none. `budget` has the limits of the first device."""
+    devices = [open_device(name) for name in question.devices] if is_here(question.devices[0]) else []
+    title = _title(devices) if devices else target.device
+    problem = _problem(question, target, devices, budget)
+    result = SearchResult(problem=problem, records=(), ended="estimate", seconds=0.0)
+    if devices:
+        result = _search(question, problem, title, progress)
+    libraries = [record.library for record in result.records if record.library is not None]
+    environment = Environment(
+        oomguard=str(import_module("oomguard").__version__),
+        torch=torch_version(),
+        library=libraries[-1] if libraries else None,
+        driver=devices[0].driver() if devices else None,
+        python=platform.python_version(),
+        system=" ".join((platform.system(), platform.machine(), *platform.libc_ver())).strip(),
+        device=target.device,
+        title=title,
+        cores=problem.space.choices.cores,
+        limits=budget.limits,
+    )
+    plan = make_plan(result, environment, devices[0].environment if devices else None, question.budget_bytes)
+    if plan is None:
+        raise NothingFitsError(explain(result.problem, result.records))
+    return plan
+
+
+def _problem(question: Question, target: Target, devices: list[Device], budget: Budget) -> Problem:
+    """The problem, with the budget that is free on all devices."""
+    free = [Runner(device.name).free() for device in devices]
+    free_bytes = min(map(usable_bytes, free), default=budget.limit_bytes)
+    budget_bytes = min(free_bytes, question.budget_bytes or free_bytes)
+    choices = Choices(
+        precisions=tuple(devices[0].precisions()) if devices else target.card_precisions,
+        cores=cores(),
+        expandable=target.cuda and bool(devices),
+        allow=question.allow,
+        fixed=question.fixed,
+    )
+    return Problem(
+        spec=question.spec,
+        target=target,
+        space=make_space(question.spec, target, budget_bytes, choices),
+        budget_bytes=budget_bytes,
+        host_bytes=free[0].host_bytes if target.cuda and free else None,
+        maximize=question.maximize,
+    )
+
+
+def _search(
+    question: Question, problem: Problem, title: str, progress: Callable[[Progress], None] | None
+) -> SearchResult:
+    from oomguard._search.study import TrialStore, storage_in
+
+    ledger = None if question.ledger is None else open_ledger(question.ledger)
+    storage = question.storage
+    if storage is None and ledger is not None:
+        storage = storage_in(ledger.path.parent.absolute())
+    trials = TrialStore(_study_name(question, title), question.maximize, storage)
+    cache = Cache(user_directory(), title)
+    earlier = [] if ledger is None else ledger.read()
+    # a continued search keeps the budget that it began with, if that is still free
+    budget_bytes = min(problem.budget_bytes, trials.note("budget_bytes", problem.budget_bytes))
+    own = {(record.started, record.candidate) for record in earlier}
+    cached = measured_on(title, cache.read(question.spec))
+    cached = [record for record in cached if (record.started, record.candidate) not in own]
+    search = Search(
+        problem=replace(problem, budget_bytes=budget_bytes, cached=tuple(cached)),
+        trials=trials,
+        ledger=ledger,
+        cache=cache,
+        limits=question.limits,
+        progress=progress,
+        records=[record for record in measured_on(title, earlier) if same_model(record.spec, question.spec)],
+    )
+    return search.run(question.devices)
+
+
+def _study_name(question: Question, title: str) -> str:
+    """The name of a question's study: the same for the same question on the same kind of device."""
+    asked = (question.spec, title, question.budget_bytes, question.maximize, question.allow, question.fixed)
+    content = msgspec.json.encode(msgspec.to_builtins(asked, str_keys=True), order="deterministic")
+    return f"{question.spec.cell}-{question.spec.steps}-{hashlib.sha256(content).hexdigest()[:12]}"
+
+
+def _title(devices: list[Device]) -> str:
+    """The name that all devices have."""
+    titles = {device.title() for device in devices}
+    if len(titles) > 1 or len({device.name for device in devices}) < len(devices):
+        raise MisuseError(
+            rule="Devices that search together must be different ones of one kind",
+            got=f"got {', '.join(f'{device.name} ({device.title()})' for device in devices)}",
+            advice="Plan for each kind by itself.",
+        )
+    return titles.pop()

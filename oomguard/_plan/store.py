@@ -1,0 +1,235 @@
+"""The plan's file: written whole, read strictly, and checked against itself and against the device at hand.
+
+A file may have been changed by hand, and a mistake that is found late costs a run. The types of value.py refuse values
+that no plan can have; `contradictions` finds values that cannot be true beside the rest of the plan.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from oomguard._core.errors import MisuseError
+from oomguard._core.system import write_file
+from oomguard._core.units import format_bytes
+from oomguard._device.cuda import SETTINGS
+from oomguard._estimate.breakdown import estimate_step
+from oomguard._plan.make import BUCKETS_KEEP, RUNGS_KEEP, differing
+from oomguard._plan.value import VERSION, Plan, Rung, figures, plain_candidate
+from oomguard._predict.calibration import same_model
+from oomguard._search.lengths import with_steps
+from oomguard._search.run import count_ooms
+from oomguard._search.space import ALLOW_WORDS
+from oomguard._spec.candidate import KNOBS, Candidate, check_candidate
+
+MAX_FILE_BYTES = 256 << 20
+"""A plan has some hundred KiB; a larger file is something else."""
+_VARIABLE = re.compile("|".join([*SETTINGS, "MALLOC_[A-Z0-9_]{1,64}"]))
+_VALUE = re.compile("[ -~]{0,4096}")
+"""A value that a process can be started with: it ends at a NUL, and the system refuses long ones."""
+
+
+def save_plan(plan: Plan, path: str | os.PathLike[str]) -> Path:
+    """Write the plan. If that fails, the file stays as it was.
+
+    >>> import oomguard, tempfile
+    >>> plan = oomguard.find_feasible_config(cell="gru", seq=1000, device="t4")
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     save_plan(plan, f"{directory}/gru/plan.json").name
+    'plan.json'
+    """
+    return write_file(path, msgspec.json.format(msgspec.json.encode(plan), indent=2) + b"\n", "A plan")
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan, and check that nothing in it contradicts anything else.
+
+    >>> import oomguard, tempfile
+    >>> plan = oomguard.find_feasible_config(cell="gru", seq=1000, device="t4")
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     load_plan(save_plan(plan, f"{directory}/plan.json")) == plan
+    True
+    """
+    source = Path(path)
+    try:
+        if source.stat().st_size > MAX_FILE_BYTES:
+            raise OSError(0, f"it is larger than {format_bytes(MAX_FILE_BYTES)}")
+        content = source.read_bytes()
+    except OSError as error:
+        raise _misuse(str(source), f"cannot be read ({error.strerror})") from None
+    return decode_plan(content, str(source))
+
+
+def decode_plan(content: bytes, name: str = "The plan") -> Plan:
+    """A plan from its JSON."""
+    try:
+        version = msgspec.json.decode(content, type=_Versioned).version
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _misuse(name, f"is not one ({error})") from None
+    if version != VERSION:
+        raise MisuseError(
+            rule=f"This oomguard reads plans of version {VERSION}",
+            got=f"{name} has version {version}",
+            advice="Make the plan again, or take the oomguard that wrote it.",
+        )
+    try:
+        plan = msgspec.json.decode(content, type=Plan)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _misuse(name, f"does not have the right form ({error})") from None
+    for wrong in contradictions(plan):
+        raise MisuseError(
+            rule="A plan must agree with itself",
+            got=f"in {name}, {wrong}",
+            advice="It was changed by hand, or by another version: make the plan again.",
+        )
+    return plan
+
+
+class _Versioned(msgspec.Struct):
+    version: Any
+
+
+def _misuse(name: str, got: str) -> MisuseError:
+    return MisuseError(
+        rule="A plan is a file that oomguard plan has written",
+        got=f"{name} {got}",
+        advice="Give the path of a plan.json.",
+    )
+
+
+def contradictions(plan: Plan) -> Iterator[str]:
+    """What in a plan cannot be true beside the rest of it, each with the name of its field."""
+    for check in (_asked, _rungs, _sizes, _buckets, _evidence, _exports):
+        yield from check(plan)
+
+
+def _asked(plan: Plan) -> Iterator[str]:
+    """Check the device, the fixed knobs and the lossy ones."""
+    if plan.where.device != plan.environment.device:
+        yield "where.device is not environment.device"
+    if plan.where.cuda == (plan.where.device == "cpu"):
+        yield f"where.cuda is {str(plan.where.cuda).lower()}, and where.device is {plan.where.device}"
+    for name, value in plan.fixed.items():
+        if name not in KNOBS or getattr(plan.candidate, name) != value:
+            yield f"fixed.{name} is not what the candidate has"
+    yield from _lossy(plan, "candidate", plan.candidate)
+
+
+def _lossy(plan: Plan, field: str, candidate: Candidate) -> Iterator[str]:
+    for knob in candidate.lossy:
+        if ALLOW_WORDS[knob] not in plan.allow:
+            yield f"{field}.{knob} is lossy, and allow does not have it"
+
+
+def _rungs(plan: Plan) -> Iterator[str]:
+    """Check that the chosen candidate and each fallback can be run and has the estimate that its knobs give."""
+    chosen = Rung(candidate=plan.candidate, estimate=plan.estimate, expected=plan.expected)
+    for number, rung in enumerate((chosen, *plan.fallbacks)):
+        field = f"fallbacks[{number - 1}]." if number else ""
+        try:
+            check_candidate(plan.spec, rung.candidate)
+            estimate = rung.estimate
+            if _same_version(plan):
+                estimate = figures(estimate_step(plan.spec, rung.candidate, plan.where))
+        except MisuseError as error:
+            yield f"{field}candidate cannot be run: {error.rule}, but {error.got}"
+            continue
+        if estimate != rung.estimate:
+            yield f"{field}estimate is not what the knobs give"
+        for name in differing(rung.candidate, plan.candidate, RUNGS_KEEP):
+            yield f"{field}candidate.{name} is not that of the chosen candidate"
+
+
+def _same_version(plan: Plan) -> bool:
+    """Whether this version of oomguard made the plan: another one may estimate differently."""
+    return bool(plan.environment.oomguard == import_module("oomguard").__version__)
+
+
+def _sizes(plan: Plan) -> Iterator[str]:
+    """Check that peaks are within the budget, and that each fallback is smaller than the one before."""
+    budget, before = format_bytes(plan.budget_bytes), None
+    if plan.peak_bytes > plan.budget_bytes:
+        yield f"the peak of {format_bytes(plan.peak_bytes)} is over budget_bytes, {budget}"
+    for number, rung in enumerate(plan.fallbacks):
+        field, peak_bytes = f"fallbacks[{number}].expected.peak_bytes", rung.expected.peak_bytes
+        if peak_bytes > plan.budget_bytes:
+            yield f"{field}, {format_bytes(peak_bytes)}, is over budget_bytes, {budget}"
+        if before is not None and peak_bytes >= before:
+            yield f"{field} is not below that of the fallback before"
+        before = peak_bytes
+    fits = plan.plain.expected.safe_bytes <= plan.budget_bytes
+    if _same_version(plan):
+        plain = plain_candidate(plan.spec, cuda=plan.where.cuda, cores=plan.environment.cores)
+        fits = fits and bool(estimate_step(plan.spec, plain, plan.where).runs)
+    if plan.plain.fits != fits and (_same_version(plan) or plan.plain.fits):
+        yield f"plain.fits is {str(plan.plain.fits).lower()}, and its peak and margin say otherwise"
+
+
+def _buckets(plan: Plan) -> Iterator[str]:
+    """Check that the buckets cover all lengths in order, in the setting of the chosen candidate."""
+    lengths, below = plan.spec.lengths or {}, 0
+    for number, bucket in enumerate(plan.buckets):
+        field, own = f"buckets[{number}]", bucket.candidate
+        if bucket.longest <= below:
+            yield f"{field}.longest is not above that of the bucket before"
+        if bucket.sequences != sum(n for length, n in lengths.items() if below < length <= bucket.longest):
+            yield f"{field}.sequences is not what spec.lengths has of such lengths"
+        try:
+            check_candidate(with_steps(plan.spec, bucket.longest), own)
+        except MisuseError as error:
+            yield f"{field}.candidate cannot be run: {error.rule}, but {error.got}"
+        for name in differing(own, plan.candidate, BUCKETS_KEEP):
+            yield f"{field}.candidate.{name} is not that of the chosen candidate"
+        yield from _lossy(plan, f"{field}.candidate", own)
+        if bucket.expected.safe_bytes > plan.budget_bytes:
+            yield f"{field}.expected, peak and margin, is over budget_bytes"
+        below = bucket.longest
+    if plan.buckets and below != max(lengths, default=0):
+        yield "buckets does not end with the longest of spec.lengths"
+
+
+def _evidence(plan: Plan) -> Iterator[str]:
+    """Check the numbers of probes, and that the record is one of the chosen candidate."""
+    if plan.probes != len(plan.records) or plan.ooms != count_ooms(plan.records):
+        yield "probes or ooms is not what the records say"
+    if plan.record is not None and (plan.record not in plan.records or not _is_of_the_chosen(plan)):
+        yield "record is not one of the chosen candidate"
+
+
+def _is_of_the_chosen(plan: Plan) -> bool:
+    """Whether the record has a time and the candidate's knobs (with shorter sequences, fewer segments)."""
+    record = plan.record
+    assert record is not None
+    if not record.verdict.ran or not same_model(record.spec, plan.spec) or not (record.seconds_per_step or 0) > 0:
+        return False
+    ours, theirs = (msgspec.structs.asdict(candidate) for candidate in (plan.candidate, record.candidate))
+    return all(ours[name] == theirs[name] for name in ours if name not in ("segments", "window"))
+
+
+def _exports(plan: Plan) -> Iterator[str]:
+    """Check that the exports are settings of an allocator and nothing else: a training is started with them."""
+    for name, value in plan.exports.items():
+        if _VARIABLE.fullmatch(name) is None:
+            yield f"exports has {name!r}, which is no setting of an allocator"
+        elif _VALUE.fullmatch(value) is None:
+            yield f"exports.{name} is no value that a process can be started with"
+
+
+def check_device(plan: Plan, title: str, free_bytes: int) -> None:
+    """Raise unless the plan is for such a device and its peak is free there now."""
+    if plan.environment.title != title:
+        raise MisuseError(
+            rule="A plan is for the device that it was made on",
+            got=f"it was made on {plan.environment.title}, and this is {title}",
+            advice="Make a plan here: oomguard plan.",
+        )
+    if plan.peak_bytes > free_bytes:
+        raise MisuseError(
+            rule=f"The plan needs {format_bytes(plan.peak_bytes)} of {plan.where.device}",
+            got=f"{format_bytes(free_bytes)} are free",
+            advice=f"Free memory, or make a plan with --budget {format_bytes(free_bytes).replace(' ', '')}.",
+        )

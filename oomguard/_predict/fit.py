@@ -1,0 +1,118 @@
+"""A small regression: what is like the data is predicted closely, and what is not keeps a wide margin. And a front.
+
+The regression is a Gaussian process. A value is the sum of a few effects (linear in features), each with a prior
+standard deviation; of a local deviation that rows at the same place share, and nearby rows in part; and of noise.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+ROUNDS = 8
+"""Rounds of the robust regression: by then it no longer moves."""
+
+Floats = NDArray[np.float64]
+
+
+class Prior(NamedTuple):
+    """Standard deviations before there are data."""
+
+    effects: Sequence[float]
+    """The standard deviation of each effect."""
+    local: float = 0.0
+    """The standard deviation of what the rows at one place share."""
+    reach: float = 0.1
+    """How far the local deviation reaches: at this distance 0.6 of it is shared, at three times this distance 0.01.
+    Places that are whole numbers share nothing with their neighbours."""
+
+
+class Data(NamedTuple):
+    """Measured values."""
+
+    features: Floats
+    """One row for each value, one column for each effect."""
+    places: Floats
+    """One row of coordinates for each value."""
+    values: Floats
+    """The values."""
+    noise: Floats
+    """The standard deviation of each value."""
+
+
+class Fit:
+    """The posterior of a prior and data."""
+
+    def __init__(self, prior: Prior, data: Data) -> None:
+        self.variances, self.prior = np.square(np.asarray(prior.effects)), prior
+        self.data = data
+        own = self._covariance(data.features, data.places) + np.diag(np.square(data.noise))
+        self._inverse = np.linalg.inv(own) if len(data.values) else np.empty((0, 0))
+        self._weights = self._inverse @ np.asarray(data.values, dtype=float)
+
+    def at(self, features: Floats, places: Floats) -> tuple[Floats, Floats]:
+        """The expected values of some rows, and their standard deviations (noise not included)."""
+        shared = self._covariance(features, places)
+        before = np.square(features) @ self.variances + self.prior.local**2
+        variance = before - np.sum((shared @ self._inverse) * shared, axis=1)
+        return shared @ self._weights, np.sqrt(np.maximum(variance, 0.0))
+
+    def _covariance(self, features: Floats, places: Floats) -> Floats:
+        """The covariance of some rows with the rows of the data."""
+        shared: Floats = (features * self.variances) @ self.data.features.T
+        if not self.prior.local:
+            return shared
+        away = np.zeros_like(shared)
+        for ours, theirs in zip(places.T, self.data.places.T, strict=True):
+            away += np.square((ours[:, None] - theirs[None, :]) / self.prior.reach)
+        return shared + self.prior.local**2 * np.exp(-away / 2)
+
+
+def fit_robustly(prior: Prior, data: Data) -> Fit:
+    """Fit values of which some are far off: a value that the others contradict counts less in each round.
+
+    >>> data = Data(np.ones((3, 1)), np.zeros((3, 1)), np.array([0.1, 0.1, 3.0]), np.full(3, 0.05))
+    >>> round(float(fit_robustly(Prior([1.0]), data).at(np.ones((1, 1)), np.zeros((1, 1)))[0][0]), 1)
+    0.1
+    """
+    noise = data.noise
+    for _ in range(ROUNDS):
+        fit = Fit(prior, data._replace(noise=noise))
+        noise = np.hypot(data.noise, (data.values - fit.at(data.features, data.places)[0]) / 2)
+    return fit
+
+
+def pareto_front(*columns: ArrayLike) -> NDArray[np.bool_]:
+    """Where the points of the Pareto front are; every column is to be as small as possible.
+
+    A point is on the front unless another one is at most as large in all columns and smaller in one. Two columns take
+    the time of sorting them, more columns that time times the length of the front.
+
+    >>> pareto_front([4, 1, 2, 3], [-40, -10, -30, -20]).tolist()
+    [True, True, True, False]
+    """
+    points = np.column_stack([np.asarray(column, dtype=float) for column in columns])
+    order = np.lexsort(points.T[::-1])  # a point is never beaten by one that comes later
+    points = points[order]
+    front = np.zeros(len(points), dtype=bool)
+    front[order] = _sorted_pairs(points) if len(columns) == 2 else _sorted_points(points)
+    return front
+
+
+def _sorted_pairs(points: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Of two columns: the points that have a new least second value, and their equals."""
+    least = np.minimum.accumulate(points[:, 1])
+    new = np.r_[True, least[1:] < least[:-1]][: len(points)]
+    latest = np.maximum.accumulate(np.where(new, np.arange(len(points)), 0))
+    return np.asarray(np.equal(points, points[latest]).all(axis=1))
+
+
+def _sorted_points(points: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Of any columns: the first point is on the front; what it beats is left out, then the same again."""
+    front, left = np.zeros(len(points), dtype=bool), np.arange(len(points))
+    while left.size:
+        best = points[left[0]]
+        front[left[np.equal(points[left], best).all(axis=1)]] = True
+        left = left[np.less(points[left], best).any(axis=1)]
+    return front

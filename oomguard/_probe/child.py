@@ -1,0 +1,212 @@
+"""The child process of probes: it serves one request after the other until its parent ends.
+
+Requests are JSON lines on stdin, answers JSON lines on what was stdout when it started; prints go to stderr. It ends
+with its parent, however that ends: a thread waits for the end of stdin, and the kernel is asked to see to it as well.
+
+Each probe runs in a thread of its own. The C library keeps freed blocks for each thread, here and there in the heap;
+they go with the thread, and the next probe finds the heap as a new process has it. In one thread, what ran before
+raised a GRU's peak by up to 2 %.
+"""
+
+import ctypes
+import faulthandler
+import gc
+import os
+import queue
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+
+import msgspec
+
+from oomguard._core.units import KIB, MIB, format_bytes
+from oomguard._device import Device, Reading, open_device
+from oomguard._probe.record import Answer, Request
+from oomguard._probe.verdict import Verdict, judge, judge_reading
+
+LIFELINE_SECONDS = 1.0
+"""Seconds between checks that the parent lives: a process forked from it can keep stdin open."""
+LISTENER_BYTES, PROBE_BYTES = 256 * KIB, 2 * MIB
+"""Stack sizes of the listening thread and of a probe's thread. The usual 8 MiB would count as committed in every
+record; 2 MiB is the default where the system sets no limit."""
+LEFT_BYTES, LEFT_PERCENT, LEFT_PLAIN_PERCENT = 3 * MIB, 1, 2
+"""Memory that may be left after a probe before the child is replaced, since the next peak would count it. The first
+full step of any process leaves about 1.7 MiB, which every peak counts anyway. Without fixed heap thresholds (`plain`,
+on the CPU) peaks differ by more than that from run to run."""
+LEFT_COMMITTED_BYTES = 16 * MIB
+"""Committed bytes that may be left, where they are limited, beyond those after the first probe, when the C library has
+cached the stacks of all threads. oneDNN's kernels take up to 14 MiB."""
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+MESSAGE_CHARACTERS = 300
+AGAIN = (Verdict.FITS, Verdict.STRAINED, Verdict.OVER, Verdict.UNSUPPORTED)
+"""Verdicts after which a child may serve again. After others, something may be left that memory does not show."""
+
+
+def main(parent: int, tied: bool) -> None:
+    """Serve the process `parent`. `tied`: its main thread started this process, so the kernel can signal its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    faulthandler.enable()
+    answers = os.dup(1)
+    os.dup2(2, 1)  # nothing that anything prints can come between the answers
+    if tied and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it went before that was set
+        os._exit(1)
+    requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.stack_size(LISTENER_BYTES)
+    threading.Thread(target=_listen, args=(parent, requests), daemon=True).start()
+    threading.stack_size(PROBE_BYTES)
+    server = Server()
+    while True:
+        answer = msgspec.json.encode(server.answer(requests.get())) + b"\n"
+        while answer:
+            answer = answer[os.write(answers, answer) :]
+
+
+def _listen(parent: int, requests: "queue.SimpleQueue[bytes]") -> None:
+    """Pass on the lines of stdin, and end the process as soon as the parent is gone."""
+    begun = b""
+    while os.getppid() == parent:
+        if not select.select([0], [], [], LIFELINE_SECONDS)[0]:
+            continue
+        read = os.read(0, 1 << 16)
+        if not read:
+            break
+        *lines, begun = (begun + read).split(b"\n")
+        for line in lines:
+            requests.put(line)
+    os._exit(0)
+
+
+class Server:
+    """Answers requests, and remembers the memory of the new process."""
+
+    def __init__(self) -> None:
+        import torch  # slow: only once the child's own affairs are in order
+
+        self.threads = torch.get_num_threads()
+        self.base_bytes: int | None = None
+        self.committed_bytes: int | None = None
+        self.warmed: set[bytes] = set()
+
+    def answer(self, line: bytes) -> Answer:
+        """Answer one request, whatever happens."""
+        try:
+            request = msgspec.json.decode(line, type=Request)
+            return self._probe(request, open_device(request.device))
+        except Exception as error:  # a request that cannot be read, or a device that does not work any more
+            return _failed(error)
+
+    def _probe(self, request: Request, device: Device) -> Answer:
+        found: list[Answer] = []
+        thread = threading.Thread(target=lambda: found.append(self._attempt(request, device)))
+        thread.start()
+        _await_end(thread)
+        # from here on all frames of the probe are gone, and with them their tensors
+        answer = found.pop()
+        reached = device.reading()
+        if not answer.steps and answer.verdict is not Verdict.UNSUPPORTED:
+            how_far = {"peak_bytes": reached.peak_bytes, "runtime_bytes": reached.runtime_bytes}
+            answer = msgspec.structs.replace(answer, **how_far, retries=reached.retries)
+        device.release()
+        return msgspec.structs.replace(
+            answer, fresh=answer.verdict in AGAIN and self._is_as_new(device.reading(), request)
+        )
+
+    def _attempt(self, request: Request, device: Device) -> Answer:
+        try:
+            return self._measure(request, device)
+        except Exception as error:
+            device.unlimit()  # formatting the message needs memory too
+            return _failed(error)
+        finally:
+            device.unlimit()
+
+    def _measure(self, request: Request, device: Device) -> Answer:
+        """Warm up, limit, run, read."""
+        from oomguard._probe.sample import Meter
+
+        self._warm_up(request, device)
+        device.release()
+        device.enforce(request.budget_bytes, request.committed_bytes)
+        device.reset()
+        meter = Meter(request, device)
+        meter.warm_up()
+        verdict = Verdict.FITS
+        while verdict is not Verdict.OVER and len(meter.update_seconds) < request.steps:
+            if len(meter.pass_seconds) >= request.passes and meter.spent >= request.seconds:
+                break
+            meter.step()
+            reading = device.reading()
+            verdict = judge_reading(reading, request.budget_bytes, request.committed_bytes)
+        terms = {"runtime": reading.runtime_bytes} | meter.sizes
+        return Answer(
+            verdict=verdict,
+            message=f"It peaked at {format_bytes(reading.peak_bytes)} of {format_bytes(request.budget_bytes)}.",
+            peak_bytes=reading.peak_bytes,
+            committed_bytes=reading.committed_peak_bytes,
+            runtime_bytes=reading.runtime_bytes,
+            allocated_bytes=reading.allocated_bytes,
+            reserved_bytes=reading.reserved_bytes,
+            terms=terms | {"rest": reading.peak_bytes - sum(terms.values())},
+            retries=reading.retries,
+            library=device.library(),
+            **meter.figures(),
+        )
+
+    def _warm_up(self, request: Request, device: Device) -> None:
+        """Prepare the device, and load the kernels of the steps (once for each kind), so that they count as runtime."""
+        import torch
+
+        from oomguard._probe.sample import run_tiny, tiny_candidate, tiny_spec
+
+        if request.candidate.threads is None and torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)  # a candidate that does not say must not get those of the last one
+        device.settle(request.candidate)
+        spec = tiny_spec(request.spec)
+        kind = msgspec.json.encode((spec, tiny_candidate(spec, request.candidate), request.device))
+        if kind not in self.warmed:
+            run_tiny(request, device)
+            self.warmed.add(kind)
+            device.release()
+            gc.freeze()  # what is loaded now stays: searching it for garbage again took half of a small probe's time
+        if self.base_bytes is None:
+            self.base_bytes = device.reading().now_bytes
+
+    def _is_as_new(self, now: Reading, request: Request) -> bool:
+        """Whether the memory of this process is back where it was, as far as the next peak could tell."""
+        if self.base_bytes is None:  # it found that it cannot run before it ran anything
+            return True
+        if self.committed_bytes is None:
+            self.committed_bytes = now.committed_bytes
+        left_committed_bytes = (now.committed_bytes or 0) - (self.committed_bytes or 0)
+        plain = request.device == "cpu" and request.candidate.allocator == "plain"
+        share = self.base_bytes * (LEFT_PLAIN_PERCENT if plain else LEFT_PERCENT) // 100
+        return now.now_bytes - self.base_bytes <= max(LEFT_BYTES, share) and (
+            request.committed_bytes is None or left_committed_bytes <= LEFT_COMMITTED_BYTES
+        )
+
+
+def _await_end(thread: threading.Thread) -> None:
+    """Wait until the system has ended the thread, which is a moment after Python has."""
+    thread.join()
+    ask = getattr(os, "sched_getscheduler", None)
+    while ask is not None:
+        try:
+            ask(thread.native_id)
+        except ProcessLookupError:
+            return
+        time.sleep(0.0005)
+
+
+def _failed(error: Exception) -> Answer:
+    """Turn an exception into an answer. Only its text is kept."""
+    words = str(error).strip().partition("\n")[0] or type(error).__name__
+    return Answer(
+        verdict=judge(error),
+        message=words[:MESSAGE_CHARACTERS],
+        error="".join(traceback.format_exception(error)),
+    )

@@ -1,0 +1,258 @@
+"""Request, Answer, Record: a question to a child, its answer, the result of the probe; and the Ledger, all records of a
+search, one JSON line each. Does not import torch.
+
+Lines of a ledger are only appended, so it survives a kill at any moment. A line is written whole, in one call, under a
+lock that all writers take. A writer killed in the middle leaves a torn line; the next one ends it, and readers drop it
+with a warning.
+"""
+
+import os
+from contextlib import suppress
+from datetime import UTC, datetime
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+from oomguard._core.errors import MisuseError, check_whole, shown
+from oomguard._core.system import append_line, opened, read_values
+from oomguard._core.units import MAX_BYTES
+from oomguard._estimate.target import CPU, Target, engine_for
+from oomguard._probe.verdict import Verdict
+from oomguard._spec.candidate import Candidate, check_candidate
+from oomguard._spec.spec import Spec
+
+MAX_SECONDS = 30 * 86_400
+RECORDS = "records.jsonl"
+"""The file's name in the directory that `--ledger` takes."""
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A request to a child: one candidate and its limits. Checked when it is made."""
+
+    spec: Spec
+    """The model, its data and optimizer."""
+    candidate: Candidate
+    """The knobs."""
+    device: str
+    """The device, as `Device.name` has it."""
+    budget_bytes: int
+    """Bytes that the process may use there, interpreter and libraries (CPU) or context (CUDA) included."""
+    committed_bytes: int | None = None
+    """CPU: bytes that the process may commit; None without a limit."""
+    seconds: float = 3.0
+    """Seconds of measured steps after which no further one begins (`passes` are always measured)."""
+    steps: int = 3
+    """Steps to measure, if there is time."""
+    passes: int = 2
+    """Passes of a measured step, and the fewest that are measured. One is enough to see whether a long one fits."""
+    seed: int = 0
+    """Seed of weights and data: the same request gives the same numbers."""
+
+    def __post_init__(self) -> None:
+        check_candidate(self.spec, self.candidate)
+        check_whole("budget", self.budget_bytes, 1, MAX_BYTES, optional=False)
+        check_whole("a budget of committed bytes", self.committed_bytes, 1, MAX_BYTES)
+        check_seconds("The seconds to measure", self.seconds)
+        check_whole("steps", self.steps, 1, 1000, optional=False)
+        check_whole("passes", self.passes, 1, 2, optional=False)
+        check_whole("seed", self.seed, 0, (1 << 63) - 1, optional=False)
+
+    @property
+    def engine(self) -> str:
+        """The kernel that runs the cell; raises if the device does not have the one asked for."""
+        target = CPU if self.device == "cpu" else Target(device=self.device, cuda=True, runtime_bytes=0)
+        return engine_for(self.spec, self.candidate, target)
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of a probe. None: not known."""
+
+    verdict: Verdict
+    """The verdict; `verdict.advice` says what to do."""
+    message: str
+    """One sentence that says what happened."""
+    error: str | None = None
+    """The traceback, or the last output of the process."""
+    peak_bytes: int | None = None
+    """The peak: resident bytes of the whole process (CPU), or the bytes that the card showed (CUDA). Only a lower bound
+    if no step was measured."""
+    committed_bytes: int | None = None
+    """CPU: the most bytes that were committed (VmData), touched or not."""
+    runtime_bytes: int | None = None
+    """The part of the peak before the model: interpreter and libraries (CPU), context (CUDA)."""
+    allocated_bytes: int | None = None
+    """CUDA: `torch.cuda.max_memory_allocated`."""
+    reserved_bytes: int | None = None
+    """CUDA: `torch.cuda.max_memory_reserved`."""
+    terms: dict[str, int] | None = None
+    """Summands of the peak, by the sizes of tensors: runtime, weights, gradients, optimizer, input, and the rest."""
+    seconds_per_step: float | None = None
+    """Seconds of an optimizer step of the whole batch: its passes and one update."""
+    tokens_per_second: float | None = None
+    """Real time steps of real sequences (padding not counted) per second of training."""
+    seconds_per_pass: float | None = None
+    """Seconds of forward and backward of one full microbatch (median)."""
+    fastest_pass_seconds: float | None = None
+    """Seconds of the fastest pass. Its distance from the median tells how noisy the times are."""
+    seconds_per_update: float | None = None
+    """Seconds of the optimizer's part of a step (median)."""
+    passes: int = 0
+    """Passes measured."""
+    steps: int = 0
+    """Steps measured. 0: the figures are those of an attempt that failed."""
+    retries: int = 0
+    """CUDA: how often the allocator had to empty its cache and ask again."""
+    library: str | None = None
+    """The library of the kernels, such as `oneDNN 3.7.1` or `cuDNN 9.10.2`."""
+    skipped: int = 0
+    """fp16: measured steps without an update, because gradients overflowed."""
+
+
+class Answer(Measured, frozen=True, kw_only=True):
+    """The answer of a child."""
+
+    fresh: bool = False
+    """Whether the next probe in this child would measure the same as in a new one."""
+
+
+class Record(Measured, frozen=True, kw_only=True):
+    """The result of a probe. Checked when it is made; JSON keeps it unchanged.
+
+    `oomguard.probe` makes them; this one is made by hand, since it is of a probe that ran out of memory.
+
+    >>> asked = {"spec": Spec(cell="gru", seq=20), "candidate": Candidate(microbatch=32), "device": "cpu"}
+    >>> found = {"engine": "native", "budget_bytes": 300 << 20, "started": "2026-01-31T12:00:00", "seconds": 1.5}
+    >>> record = Record(verdict=Verdict.OOM, message="An allocation was refused.", **asked, **found)
+    >>> record.verdict.ran, record.peak_bytes, record.verdict.advice.partition(":")[0]
+    (False, None, 'Memory ran out')
+    >>> msgspec.json.decode(msgspec.json.encode(record), type=Record) == record
+    True
+    """
+
+    spec: Spec
+    """The model, its data and optimizer."""
+    candidate: Candidate
+    """The knobs."""
+    device: str
+    """The device: `cpu`, `cuda:0`."""
+    title: str | None = None
+    """The processor's or the card's name."""
+    engine: str | None
+    """The kernel that ran the cell; None if the device does not have the one asked for."""
+    budget_bytes: int
+    """Bytes that the process was allowed to use."""
+    committed_budget_bytes: int | None = None
+    """CPU: bytes that it was allowed to commit; None without a limit."""
+    torch: str | None = None
+    """The version of torch; None if it does not tell."""
+    started: str
+    """Start of the probe, in UTC (ISO 8601)."""
+    seconds: float
+    """Seconds of the whole probe, the start of a child included."""
+
+    def __post_init__(self) -> None:
+        if self.verdict.ran and (self.peak_bytes is None or self.seconds_per_step is None or not self.steps):
+            raise MisuseError(
+                rule=f"A record of {self.verdict.name} has a peak and a time, of at least one step",
+                got=f"got {self.peak_bytes}, {self.seconds_per_step} and {self.steps}",
+                advice="Measure a step first.",
+            )
+        if self.verdict is Verdict.BROKEN and not self.error:
+            raise MisuseError(rule="A record of BROKEN has its error", got="got none", advice="Add the traceback.")
+
+
+def make_record(request: Request, measured: Measured, began: datetime, title: str | None = None) -> Record:
+    """Make the record of a request that has just been answered."""
+    engine: str | None = None
+    with suppress(MisuseError):  # the device does not have the one asked for
+        engine = request.engine
+    return Record(
+        **{name: getattr(measured, name) for name in Measured.__struct_fields__},
+        spec=request.spec,
+        candidate=request.candidate,
+        device=request.device,
+        title=title,
+        engine=engine,
+        budget_bytes=request.budget_bytes,
+        committed_budget_bytes=request.committed_bytes,
+        torch=torch_version(),
+        started=began.isoformat(timespec="milliseconds"),
+        seconds=(datetime.now(UTC) - began).total_seconds(),
+    )
+
+
+def check_seconds(name: str, seconds: object) -> None:
+    """Raise unless the value is a positive, finite number of seconds."""
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds <= MAX_SECONDS:
+        raise MisuseError(
+            rule=f"{name} must be more than 0 and at most {MAX_SECONDS:,} s",
+            got=f"got {shown(seconds)}",
+            advice="Give a number of seconds such as 60.",
+        )
+
+
+@cache
+def torch_version() -> str | None:
+    """Read torch's version from its package, without importing torch."""
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+class Ledger:
+    """A file of records. Its directories are created; an existing file is continued.
+
+    >>> import oomguard, tempfile
+    >>> asked = {"spec": oomguard.Spec(cell="gru", seq=20), "candidate": oomguard.Candidate(microbatch=32)}
+    >>> found = {"device": "cpu", "engine": "native", "budget_bytes": 300 << 20, "started": "2026-01-31T12:00:00"}
+    >>> refused = {"verdict": oomguard.Verdict.OOM, "message": "An allocation was refused.", "seconds": 1.5}
+    >>> record = Record(**asked, **found, **refused)  # what a probe of `Runner` gives
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     ledger = Ledger(f"{directory}/records.jsonl")
+    ...     ledger.append(record)
+    ...     ledger.read() == [record]
+    True
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def append(self, record: Record) -> None:
+        """Write one record, and return once it is on the disk."""
+        try:
+            append_line(self.path, msgspec.json.encode(record))
+        except OSError as error:
+            raise self._misuse(error) from None
+
+    def read(self) -> list[Record]:
+        """Return all records in order. A line that cannot be read is left out, with a warning that names it."""
+        try:
+            return read_values(self.path, Record)
+        except OSError as error:
+            raise self._misuse(error) from None
+
+    def _misuse(self, error: OSError) -> MisuseError:
+        return MisuseError(
+            rule="A ledger must be a file that can be read and written",
+            got=f"{self.path} cannot be ({error.strerror})",
+            advice="Give a directory of yours.",
+        )
+
+
+def open_ledger(directory: str) -> Ledger:
+    """The ledger of a directory. It is made now, so that what cannot be written is known before there is something to
+    lose."""
+    if not directory:
+        raise MisuseError(
+            rule="--ledger takes a directory", got="got nothing", advice="Name one, such as --ledger runs."
+        )
+    ledger = Ledger(Path(directory) / RECORDS)
+    try:
+        ledger.path.parent.mkdir(parents=True, exist_ok=True)
+        with opened(ledger.path, os.O_RDWR | os.O_APPEND | os.O_CREAT):
+            return ledger
+    except OSError as error:
+        raise ledger._misuse(error) from None

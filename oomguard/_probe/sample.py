@@ -1,0 +1,195 @@
+"""The steps of a probe: random microbatches of the largest size, and their times. Only the child imports this."""
+
+from collections.abc import Iterable, Iterator
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from oomguard._device import Device
+from oomguard._probe.record import Request
+from oomguard._rnn import Microbatch
+from oomguard._spec.candidate import Candidate, make_candidate
+from oomguard._spec.spec import Spec
+from oomguard._step import Training, prepare, step
+
+PASSES = 2
+"""Passes of a tiny step."""
+FEW = 4
+"""Time steps of a tiny step."""
+
+
+def run_tiny(request: Request, device: Device) -> None:
+    """Run a tiny step that loads the kernels and libraries of the request's steps."""
+    spec = tiny_spec(request.spec)
+    training = prepare(spec, tiny_candidate(spec, request.candidate), device.name)
+    generator = torch.Generator(device=_home(request, device)).manual_seed(request.seed)
+    for _ in range(2):  # the second finds the optimizer's state in place
+        step(training, [random_microbatch(spec, 1, generator) for _ in range(PASSES)], targets=2)
+    device.wait()
+
+
+def tiny_spec(spec: Spec) -> Spec:
+    """Shrink a spec so that it runs the same code.
+
+    >>> tiny_spec(Spec(cell="lstm", seq=10_000, vocab=50_000, tied=True)).embedding
+    8
+    """
+    hidden, projection = 8, None if spec.projection is None else 4
+    width = spec.directions * (projection or hidden)
+    small: dict[str, Any] = {"seq": FEW, "batch": 2, "hidden": hidden, "projection": projection, "outputs": 8}
+    small |= {"features": None, "vocab": 8, "embedding": width} if spec.vocab else {"features": 4}
+    small |= {"layers": min(spec.layers, 2), "frozen": (), "lengths": spec.lengths and {FEW: 1, FEW - 1: 1}}
+    return msgspec.structs.replace(spec, **small)
+
+
+def tiny_candidate(spec: Spec, candidate: Candidate) -> Candidate:
+    """Adapt a candidate to a tiny spec, so that it runs the same code."""
+    small: dict[str, Any] = msgspec.structs.asdict(candidate) | {"microbatch": 1, "accumulation": 2}
+    small |= {"segments": min(candidate.segments, 2), "window": candidate.window and 2}
+    return make_candidate(spec, **small)
+
+
+def longest_lengths(spec: Spec, rows: int) -> list[int] | None:
+    """Return the lengths of the longest sequences, which make the worst microbatch; None if all are of full length."""
+    if spec.lengths is None:
+        return [spec.steps] * rows if spec.packs else None
+    found: list[int] = []
+    for length in sorted(spec.lengths, reverse=True):
+        found += [length] * min(spec.lengths[length], rows - len(found))
+    shortest = min(spec.lengths)
+    found += [shortest] * (rows - len(found))  # if there are not so many, as the estimate has it
+    if not spec.packs and rows > 1:
+        found[-1] = shortest  # padding costs nothing to leave out here, and the mask of the loss costs memory
+    return found
+
+
+def random_microbatch(spec: Spec, rows: int, generator: torch.Generator, steps: int | None = None) -> Microbatch:
+    """Make a microbatch of random values (pages of zeros need no memory) on the generator's device."""
+    steps = min(steps or spec.steps, spec.steps)
+    shape = (rows, steps) if spec.batch_first else (steps, rows)
+    wanted = shape if spec.head == "per-step" else (rows,)
+    how: dict[str, Any] = {"generator": generator, "device": generator.device}
+    if spec.vocab is None:
+        inputs = torch.randn(*shape, spec.inputs, **how)
+    else:
+        inputs = torch.randint(spec.vocab, shape, **how)
+    if spec.loss == "cross-entropy":
+        targets = torch.randint(spec.classes, wanted, **how)
+    else:
+        targets = torch.randn(*wanted, spec.classes, **how)
+    lengths = longest_lengths(spec, rows)
+    return Microbatch(inputs, targets, None if lengths is None else torch.tensor(lengths).clamp(max=steps))
+
+
+class Meter:
+    """Runs the steps of a candidate, and keeps times and sizes of tensors."""
+
+    def __init__(self, request: Request, device: Device) -> None:
+        self.request, self.device = request, device
+        torch.manual_seed(request.seed)
+        self.training: Training = prepare(request.spec, request.candidate, device.name)
+        self.generator = torch.Generator(device=_home(request, device)).manual_seed(request.seed)
+        self.pass_seconds: list[float] = []
+        self.update_seconds: list[float] = []
+        self.skipped = 0
+        self.sizes = {"weights": 0, "gradients": 0, "optimizer": 0, "input": 0}
+        self._resumed = 0.0
+
+    def warm_up(self) -> None:
+        """Run a step that is not timed, so that the first measured step finds the optimizer's state.
+
+        On the CPU a few time steps are enough. On a card it is a whole step, as in training: the state then lies in
+        gaps of that step, and the next must reserve more (12 % more for an LSTM with 20,000 words).
+        """
+        spec, rows = self.request.spec, self.request.candidate.microbatch
+        steps, passes = spec.steps, self.passes
+        if self.device.name == "cpu":
+            rows, steps, passes = min(2, rows), FEW, 1
+        feed = (random_microbatch(spec, rows, self.generator, steps) for _ in range(passes))
+        step(self.training, feed, targets=rows)
+        self.device.wait()
+
+    def step(self) -> None:
+        """Run one measured step: two full passes (if the batch has two) and an update.
+
+        The second pass finds the gradients and the heap of the first, as all further ones would (with one pass, a GRU's
+        growth was 11 % too low). If only one pass is measured, a short one before it leaves its gradients.
+        """
+        outcome = step(self.training, self._timed(), targets=self.passes * self.tokens)
+        self.device.wait()
+        self.update_seconds.append(perf_counter() - self._resumed)
+        self.skipped += outcome.skipped
+        self.sizes["weights"] = self._bytes(self.training.model.parameters())
+        self.sizes["optimizer"] = self._bytes(
+            value for state in self.training.optimizer.state.values() for value in state.values()
+        )
+
+    @property
+    def passes(self) -> int:
+        """Passes of a measured step."""
+        return min(self.request.passes, self.request.candidate.accumulation)
+
+    @property
+    def tokens(self) -> int:
+        """Real time steps of one full microbatch."""
+        rows = self.request.candidate.microbatch
+        return sum(longest_lengths(self.request.spec, rows) or [rows * self.request.spec.steps])
+
+    @property
+    def spent(self) -> float:
+        """Seconds measured so far."""
+        return sum(self.pass_seconds) + sum(self.update_seconds)
+
+    def figures(self) -> dict[str, Any]:
+        """Return the times of a record. An uneven last microbatch counts by its share."""
+        passes = self.request.spec.batch / self.request.candidate.microbatch
+        seconds_per_pass, seconds_per_update = median(self.pass_seconds), median(self.update_seconds)
+        seconds_per_step = passes * seconds_per_pass + seconds_per_update
+        return {
+            "seconds_per_step": seconds_per_step,
+            "tokens_per_second": passes * self.tokens / seconds_per_step,
+            "seconds_per_pass": seconds_per_pass,
+            "fastest_pass_seconds": min(self.pass_seconds),
+            "seconds_per_update": seconds_per_update,
+            "passes": len(self.pass_seconds),
+            "steps": len(self.update_seconds),
+            "skipped": self.skipped,
+        }
+
+    def _timed(self) -> Iterator[Microbatch]:
+        """Yield full microbatches. A pass lasts from when it is handed over until the next one is asked for."""
+        if self.passes < min(PASSES, self.request.candidate.accumulation):
+            yield random_microbatch(self.request.spec, self.request.candidate.microbatch, self.generator, FEW)
+        for _ in range(self.passes):
+            made = [random_microbatch(self.request.spec, self.request.candidate.microbatch, self.generator)]
+            self.sizes["input"] = self._bytes(made[0])
+            self.device.wait()
+            began = perf_counter()
+            yield made.pop()  # held by nobody here, so that it goes when its pass is over
+            self.device.wait()
+            self.pass_seconds.append(perf_counter() - began)
+            self.sizes["gradients"] = self._bytes(p.grad for p in self.training.model.parameters())
+            self._resumed = perf_counter()
+
+    def _bytes(self, tensors: Iterable[Any]) -> int:
+        """Add up the bytes of the tensors on the device."""
+        kind = torch.device(self.device.name).type
+        storages = [_storages(one) for one in tensors if isinstance(one, Tensor) and one.device.type == kind]
+        return sum({address: size for each in storages for address, size in each}.values())
+
+
+def _storages(tensor: Tensor) -> list[tuple[int, int]]:
+    """Return address and bytes of a tensor's storages: cuDNN keeps all weights of a call in one."""
+    if tensor.is_sparse:
+        return _storages(tensor._indices()) + _storages(tensor._values())
+    storage = tensor.untyped_storage()
+    return [(storage.data_ptr(), storage.nbytes())]
+
+
+def _home(request: Request, device: Device) -> str:
+    """Return the device of new microbatches: the host if the candidate keeps them there."""
+    return "cpu" if request.candidate.keep == "host" else device.name

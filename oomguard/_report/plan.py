@@ -1,0 +1,300 @@
+"""A plan in words and as JSON. A terminal, a notebook and a page show the same sections.
+
+`summarize` gives the result in a few sentences, `explain` everything, `explain_shortfall` why there is no plan.
+"""
+
+import json
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from oomguard._core.units import format_bytes, format_seconds
+from oomguard._plan.shortfall import Shortfall
+from oomguard._plan.value import LossyGain, Plan, epoch_of
+from oomguard._report import plan_tables
+from oomguard._report.tables import Section, printer, show_sections
+from oomguard._report.words import candidate_words, peak_words, sentence, speed_words, task_words, times
+from oomguard._spec.spec import Spec
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+ENDED = {
+    "done": "the search ended because more probes would not change the plan",
+    "max-probes": "the search ended after the number of probes it was allowed (--max-probes)",
+    "timeout": "the search ended after the time it was allowed (--timeout)",
+    "interrupted": "the search was interrupted, and this is the best plan known at that time",
+    "estimate": "nothing was run: a plan for a device that is not present is made by arithmetic alone",
+}
+"""Why a search ended."""
+AIMS = {"throughput": "fastest candidate", "microbatch": "largest microbatch", "seq": "longest sequences"}
+"""What each value of `--maximize` looks for."""
+
+
+def plan_json(plan: Plan) -> str:
+    """The plan as its file has it, in ASCII."""
+    text = msgspec.json.format(msgspec.json.encode(plan), indent=2).decode() + "\n"
+    return text if text.isascii() else json.dumps(plan.to_dict(), indent=2) + "\n"
+
+
+def shortfall_json(shortfall: Shortfall) -> dict[str, Any]:
+    """Why there is no plan, as one JSON object."""
+    found: dict[str, Any] = msgspec.to_builtins(shortfall)
+    return {"fits": False, "message": shortfall.message} | found
+
+
+def show_result(plan: Plan, path: Path | None, console: "Console") -> None:
+    """Print the result in a few lines, where the plan was written, and how to see more."""
+    say = printer(console)
+    result, evidence = summarize(plan)
+    show_sections([result], console)
+    for line in evidence.sentences:
+        say(line)
+    if path is not None:
+        say("")
+        say(f"Written to {path}. Everything about it: oomguard show {path}")
+
+
+def show_plan(plan: Plan, sequences: int | None, console: "Console") -> None:
+    """Print everything that a plan says. An epoch has so many sequences (default: those of the spec's histogram)."""
+    show_sections(explain(plan, sequences), console)
+
+
+def show_shortfall(shortfall: Shortfall, spec: Spec, device: str, console: "Console") -> None:
+    """Print why there is no plan, and what would help."""
+    show_sections(explain_shortfall(shortfall, spec, device), console, first_style="bold red")
+
+
+def explain(plan: Plan, sequences: int | None = None) -> list[Section]:
+    """Everything that a plan says. An epoch has so many sequences (default: those of the spec's histogram)."""
+    sections = [
+        _result(plan),
+        _why(plan),
+        Section(title="Memory", sentences=(peak_words(plan.estimate.moment),), table=plan_tables.terms(plan)),
+        _evidence(plan),
+        _time(plan, sequences),
+    ]
+    sections += [_lengths(plan)] if plan.buckets else []
+    sections += [_front(plan)] if plan.front else []
+    sections += [_fallbacks(plan), _start(plan)]
+    return [*sections, Section(title="Environment", table=plan_tables.environment(plan.environment))]
+
+
+def summarize(plan: Plan) -> list[Section]:
+    """The result and its evidence, without tables."""
+    return [_result(plan), Section(title="Evidence", sentences=_basis(plan))]
+
+
+def _result(plan: Plan) -> Section:
+    peak = f"Peak {format_bytes(plan.peak_bytes)} of {format_bytes(plan.budget_bytes)} ({known_words(plan)})"
+    return Section(
+        title=f"Plan for {task_words(plan.spec, plan.where.device)}",
+        sentences=(
+            sentence(candidate_words(plan.candidate)),
+            ", ".join([peak, *_speed(plan)]) + ".",
+            plain_words(plan),
+        ),
+    )
+
+
+def known_words(plan: Plan) -> str:
+    """How the peak is known: measured, predicted from probes, or by arithmetic."""
+    record = plan.record
+    if plan.confirmed and record is not None:
+        return f"measured, {times(record.passes, 'pass', 'es')} at full length"
+    if record is not None:
+        return f"predicted; measured only with {_length_words(plan, record.spec.steps)}"
+    if plan.calibration.records:
+        words = f"predicted from {times(plan.calibration.records, 'probe')} of other candidates"
+        longest = max((one.spec.steps for one in plan.records if one.verdict.ran), default=plan.spec.steps)
+        return f"{words}, the longest with {_length_words(plan, longest)}" if longest < plan.spec.steps else words
+    return "predicted from earlier searches" if plan.calibration.cached else "by arithmetic alone"
+
+
+def _length_words(plan: Plan, steps: int) -> str:
+    """A length that ran, and its share of the planned length."""
+    percent = round(100 * steps / plan.spec.steps)
+    return f"T = {steps:,}, {percent if percent else 'less than 1'} % of the full length"
+
+
+def _speed(plan: Plan) -> list[str]:
+    seconds, throughput = plan.seconds_per_step, plan.throughput
+    if seconds is None or throughput is None:
+        return []
+    about = "" if plan.confirmed else "about "
+    return [f"{about}{format_seconds(seconds)} per step", speed_words(throughput, "sequences")]
+
+
+def plain_words(plan: Plan) -> str:
+    """What plain PyTorch would need, and whether that fits."""
+    expected = plan.plain.expected
+    words = f"Plain PyTorch would need {format_bytes(expected.peak_bytes)}"
+    safe_bytes = expected.peak_bytes + expected.margin_bytes
+    if plan.plain.fits:
+        return f"{words}: it fits too."
+    if safe_bytes <= plan.budget_bytes:
+        return f"{words}, but {plan.plain.estimate.engine} cannot run {plan.spec.steps:,} steps at once."
+    if expected.peak_bytes <= plan.budget_bytes:
+        return f"{words}, or {format_bytes(safe_bytes)} with the margin of error: it may not fit."
+    return f"{words}: it does not fit."
+
+
+def _why(plan: Plan) -> Section:
+    first, *others = plan.maximize
+    also = f", and a front towards the {' and the '.join(AIMS.get(one, one) for one in others)}" if others else ""
+    sentences = [f"Goal: the {AIMS.get(first, first)} that fits{also}."]
+    sentences.append(f"Lossy knobs allowed: {', '.join(plan.allow) or 'none'}.")
+    if plan.asked_budget_bytes is not None and plan.asked_budget_bytes > plan.budget_bytes:
+        asked, free = format_bytes(plan.asked_budget_bytes), format_bytes(plan.budget_bytes)
+        sentences.append(f"Only {free} of the budget of {asked} were free.")
+    sentences += [_bought(one, plain_fits=plan.plain.fits) for one in plan.bought]
+    if not plan.candidate.lossy:
+        sentences.append("Every knob used is exact: the gradient is that of plain PyTorch, up to rounding.")
+    if plan.candidate.segments > 1:
+        sentences.append(
+            "The forward pass keeps only the states at the borders of segments; the backward pass recomputes the rest."
+            if plan.candidate.recompute
+            else "Segments keep everything they computed: nothing is recomputed, and only workspace is saved."
+        )
+    sentences += _speed_limit(plan)
+    seconds, plain = plan.seconds_per_step, plan.plain.expected.seconds_per_step
+    if plan.plain.fits and seconds is not None and plain is not None and plain > 1.05 * seconds:
+        sentences.append(f"Plain PyTorch would take about {format_seconds(plain)} per step.")
+    return Section(title="Why", sentences=tuple(sentences))
+
+
+def _speed_limit(plan: Plan) -> list[str]:
+    """The microbatch from which on speed stops growing."""
+    if plan.enough_rows is None:
+        return []
+    if plan.enough_rows >= plan.spec.batch > 1:
+        return [f"Speed grows with the microbatch up to the whole batch of {plan.spec.batch:,}."]
+    return [f"Beyond a microbatch of {plan.enough_rows:,}, speed grows by less than 2 %."]
+
+
+def _bought(bought: LossyGain, *, plain_fits: bool) -> str:
+    """What a lossy knob brought. If plain PyTorch fits, only the user's choice can rule out everything else."""
+    names = {"precision": bought.value, "window": f"A window of {bought.value} steps"}
+    words = names.get(bought.knob, "8-bit optimizer state")
+    if bought.exact is None:
+        why = "Nothing was searched without it" if plain_fits else "Nothing that was searched fits without it"
+        return f"{words} is lossy. {why}."
+    gains = [] if bought.speedup is None else [f"{bought.speedup:.2f} times the speed"]
+    if bought.saved_bytes is not None:
+        way = "lower" if bought.saved_bytes >= 0 else "higher"
+        gains.append(f"a peak that is {format_bytes(abs(bought.saved_bytes))} {way}")
+    best = f"the best candidate without it ({candidate_words(bought.exact)})"
+    return f"{words} is lossy. Compared with {best} it brings {' and '.join(gains)}."
+
+
+def _evidence(plan: Plan) -> Section:
+    sentences = [*_basis(plan)]
+    if plan.calibration.ratio != 1:
+        ratio = f"{plan.calibration.ratio:.3f}"
+        sentences.append(f"Calibration multiplies the estimate, without its runtime, by {ratio}.")
+    if not plan.records:
+        return Section(title="Evidence", sentences=tuple(sentences))
+    if plan.record is not None and len(plan.records) > 1:
+        sentences.append("A star marks the chosen candidate.")
+    sentences += plan_tables.shared_words(plan.records, plan.candidate)
+    return Section(title="Evidence", sentences=tuple(sentences), table=plan_tables.records(plan))
+
+
+def _basis(plan: Plan) -> tuple[str, ...]:
+    """How the search went, the three figures for the peak, and what limits their worth."""
+    calibration, expected = plan.calibration, plan.expected
+    ended = ENDED.get(plan.ended, plan.ended)
+    if plan.probes:
+        out = f"{plan.ooms or 'none'} ran out of memory"
+        ended = f"{times(plan.probes, 'probe')} in {format_seconds(plan.seconds)}, {out}; {ended}"
+    source = " after calibration" if calibration.ratio != 1 else ""
+    sizes = [
+        f"Estimate {format_bytes(plan.estimate.total_bytes)} by arithmetic",
+        f"predicted {format_bytes(expected.peak_bytes)} (margin {format_bytes(expected.margin_bytes)}){source}",
+        *([f"measured {format_bytes(plan.peak_bytes)}"] if plan.confirmed else []),
+    ]
+    sentences = [sentence(ended), ", ".join(sizes) + "."]
+    if plan.record is None and plan.ended != "estimate":
+        sentences.append("The chosen candidate itself was not run: its figures are predicted.")
+    elif not plan.confirmed and plan.record is not None:
+        sentences.append(f"The chosen candidate was run with T = {plan.record.spec.steps:,}, not at full length.")
+    if plan.record is not None and plan.record.verdict.name == "STRAINED":
+        sentences.append(plan.record.verdict.advice)
+    if calibration.cached:
+        sentences.append(f"{times(calibration.cached, 'record')} of earlier searches improved the prediction.")
+    if calibration.stale:
+        sentences.append("Records of earlier searches contradicted the new ones and were not used.")
+    return tuple(sentences)
+
+
+def _time(plan: Plan, sequences: int | None) -> Section:
+    seconds, throughput, epoch = plan.seconds_per_step, plan.throughput, epoch_of(plan, sequences)
+    if seconds is None or throughput is None or epoch is None:
+        return Section(title="Time", sentences=("Nothing was run on such a device: no time is known.",))
+    about = "takes" if plan.confirmed else "takes about"
+    step = f"A step of {times(plan.spec.batch, 'sequence')} {about} {format_seconds(seconds)}"
+    tokens = plan.record.tokens_per_second if plan.record is not None else None
+    more = [speed_words(throughput, "sequences"), *([] if tokens is None else [speed_words(tokens, "tokens")])]
+    what = f"An epoch of {times(epoch.sequences, 'sequence')}" if epoch.known else f"{epoch.sequences:,} sequences"
+    verb = "takes" if epoch.known else "take"
+    whole = f"{what} ({times(epoch.steps, 'step')}) {verb} about {format_seconds(epoch.seconds)}."
+    return Section(title="Time", sentences=(f"{step}: {', '.join(more)}.", whole))
+
+
+def _lengths(plan: Plan) -> Section:
+    sentences = [f"Sequences are sorted by length into {times(len(plan.buckets), 'bucket')}, each with its candidate."]
+    if plan.padding is not None:
+        sentences.append(
+            f"{plan.padding.before:.1%} of all computed tokens would be padding if microbatches were drawn at random; "
+            f"drawn from one bucket each, {plan.padding.after:.1%} are."
+        )
+    return Section(title="Lengths", sentences=tuple(sentences), table=plan_tables.buckets(plan))
+
+
+def _front(plan: Plan) -> Section:
+    aims = " or ".join(plan.maximize)
+    better = f"Nothing that fits is better than one of these in {aims} without being worse in another."
+    sentences = (better, *plan_tables.shared_words(plan.front))
+    return Section(title="Front", sentences=sentences, table=plan_tables.front(plan))
+
+
+def _fallbacks(plan: Plan) -> Section:
+    if not plan.fallbacks:
+        return Section(title="Fallbacks", sentences=("There are none: nothing with this gradient needs less memory.",))
+    use = "If memory gets tight, training falls back to these in turn. Batch and gradient stay the same."
+    return Section(title="Fallbacks", sentences=(use,), table=plan_tables.fallbacks(plan))
+
+
+def _start(plan: Plan) -> Section:
+    sentences = ["The command executes the plan in plan.json on the data in FILE."]
+    if plan.exports:
+        sentences.append("Your own training loop needs these variables for its allocator. oomguard train sets them.")
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in plan.exports.items()]
+    command = "oomguard train plan.json --data FILE"
+    return Section(title="Start", sentences=tuple(sentences), lines=(*lines, command))
+
+
+def explain_shortfall(shortfall: Shortfall, spec: Spec, device: str) -> list[Section]:
+    """Why there is no plan, and what would help."""
+    needed, term = format_bytes(shortfall.needed_bytes), shortfall.term
+    total, size = sum(shortfall.terms.values()), shortfall.terms[term]
+    smallest = f"The smallest candidate needs {needed} with its margin, of {format_bytes(shortfall.budget_bytes)}"
+    sentences = [
+        f"{smallest}: {candidate_words(shortfall.candidate)}.",
+        f"The largest obstacle is the term {term}: {format_bytes(size)} of {format_bytes(total)} by arithmetic.",
+    ]
+    if shortfall.records:
+        sentences.append(f"Probes that were run: {len(shortfall.records)}.")
+    enough = [way.change for way in shortfall.ways if way.fits]
+    if enough:
+        advice = f"It would fit with {' or '.join(enough)}."
+    else:
+        rest = "None of these is enough" if shortfall.ways else "No knob lowers it"
+        advice = f"{rest}: raise the budget above {needed}, or make the model smaller."
+    table = plan_tables.changes(shortfall) if shortfall.ways else None
+    return [
+        Section(title=f"NOTHING FITS: {task_words(spec, device)}", sentences=tuple(sentences)),
+        Section(title="What would help", sentences=(advice,), table=table),
+    ]

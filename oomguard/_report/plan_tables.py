@@ -1,0 +1,146 @@
+"""The tables of a plan: terms, records, buckets, the front, fallbacks, the environment, and changes that would fit."""
+
+from collections.abc import Sequence
+
+from oomguard._core.units import format_bytes, format_seconds
+from oomguard._plan.shortfall import Shortfall
+from oomguard._plan.value import Environment, Plan, Point, Rung
+from oomguard._predict.calibration import Prediction
+from oomguard._probe.record import Record
+from oomguard._report.tables import Table
+from oomguard._report.words import NONE, figure, pieces_words, rows_words, setting_words, times
+from oomguard._search.lengths import Bucket
+from oomguard._spec.candidate import Candidate
+
+Columns = list[tuple[str, list[str]]]
+"""Columns of text, each with its title."""
+Rows = Sequence[Record] | Sequence[Bucket] | Sequence[Point] | Sequence[Rung]
+
+
+def shared_words(rows: Rows, chosen: Candidate | None = None) -> tuple[str, ...]:
+    """A sentence about the settings that all candidates of a table share, if there are any."""
+    shared = _shared(rows, chosen)
+    return (f"All of them: {', '.join(shared.values())}.",) if shared and len(rows) > 1 else ()
+
+
+def _shared(rows: Rows, chosen: Candidate | None) -> dict[str, str]:
+    """The settings that all candidates have, the chosen one included. One candidate alone shares none."""
+    candidates = [*([] if chosen is None else [chosen]), *(row.candidate for row in rows)]
+    first, *others = map(setting_words, candidates)
+    return {name: text for name, text in first.items() if others and all(one.get(name) == text for one in others)}
+
+
+def _table(caption: str, rows: Rows, before: Columns, after: Columns, chosen: Candidate | None = None) -> Table:
+    """A table of candidates: microbatch, segments and the settings in which they differ, between other columns."""
+    candidates, shared = [row.candidate for row in rows], _shared(rows, chosen)
+    other = [", ".join(text for name, text in setting_words(one).items() if name not in shared) for one in candidates]
+    middle = [("microbatch", [*map(rows_words, candidates)]), ("segments", [*map(pieces_words, candidates)])]
+    columns = [*before, *middle, *([("other knobs", other)] if any(other) else []), *after]
+    return Table(
+        header=tuple(name for name, _ in columns),
+        rows=tuple(zip(*(cells for _, cells in columns), strict=True)),
+        align="".join("l" if name in ("segments", "other knobs", "verdict") else "r" for name, _ in columns),
+        caption=caption,
+    )
+
+
+def _predicted(predictions: Sequence[Prediction]) -> Columns:
+    """Predicted peaks, and predicted step times if anything was timed."""
+    peaks = ("peak", [format_bytes(one.peak_bytes) for one in predictions])
+    seconds = [one.seconds_per_step for one in predictions]
+    if all(one is None for one in seconds):
+        return [peaks]
+    return [peaks, ("step time", [NONE if one is None else format_seconds(one) for one in seconds])]
+
+
+def terms(plan: Plan) -> Table:
+    """The estimate of plain PyTorch beside that of the plan, with prediction, measurement and budget below."""
+    plain, ours = plan.plain.estimate, plan.estimate
+    names = sorted(plain.terms | ours.terms, key=lambda name: -plain.terms.get(name, 0))
+    pairs = [(name, plain.terms.get(name, 0), ours.terms.get(name, 0)) for name in names]
+    rows = [(name, format_bytes(theirs), format_bytes(own)) for name, theirs, own in pairs if theirs or own]
+    totals = [
+        ("estimate", plain.total_bytes, ours.total_bytes),
+        ("predicted", plan.plain.expected.peak_bytes, plan.expected.peak_bytes),
+        ("margin", plan.plain.expected.margin_bytes, plan.expected.margin_bytes),
+        ("measured", None, plan.peak_bytes if plan.confirmed else None),
+        ("budget", plan.budget_bytes, plan.budget_bytes),
+        ("host memory", plain.host_bytes or None, ours.host_bytes or None),
+    ]
+    shown = [(name, *map(_size, sizes)) for name, *sizes in totals if any(size is not None for size in sizes)]
+    return Table(
+        header=("term", "plain PyTorch", "this plan"),
+        rows=(*rows, *shown),
+        align="lrr",
+        sums=len(shown),
+        caption="The terms of the estimate, the predicted and the measured peak, and the budget",
+    )
+
+
+def _size(size_bytes: int | None) -> str:
+    return NONE if size_bytes is None else format_bytes(size_bytes)
+
+
+def records(plan: Plan) -> Table:
+    """Every probe in the order in which they ran; a star marks the record of the chosen candidate."""
+    found = plan.records
+    speeds = [NONE if one.tokens_per_second is None else figure(one.tokens_per_second) for one in found]
+    verdicts = [one.verdict.name + (" *" if one == plan.record else "") for one in found]
+    before = [("T", [f"{one.spec.steps:,}" for one in found])]
+    after = [("peak", [_size(one.peak_bytes) for one in found]), ("tokens/s", speeds), ("verdict", verdicts)]
+    caption = "Every probe in the order in which they ran, with what was measured"
+    return _table(caption, found, before, after, plan.candidate)
+
+
+def buckets(plan: Plan) -> Table:
+    """The candidate of each length bucket."""
+    found = plan.buckets
+    before = [
+        ("T up to", [f"{one.longest:,}" for one in found]),
+        ("sequences", [f"{one.sequences:,}" for one in found]),
+    ]
+    after = _predicted([one.expected for one in found])
+    return _table("The candidate of each length bucket, with its predicted peak", found, before, after, plan.candidate)
+
+
+def front(plan: Plan) -> Table:
+    """The points of the front. Speeds are shown only if something was timed."""
+    found = plan.front
+    after = _predicted([one.expected for one in found])
+    if any(one.expected.seconds_per_step is not None for one in found):
+        after += [("tokens/s", [figure(one.tokens_per_second) for one in found])]
+    return _table("The front, as predicted", found, [("T", [f"{one.seq:,}" for one in found])], after)
+
+
+def fallbacks(plan: Plan) -> Table:
+    """The fallbacks, the first to be used first."""
+    found = plan.fallbacks
+    before = [("fallback", [f"{number}" for number in range(1, len(found) + 1)])]
+    after = _predicted([one.expected for one in found])
+    return _table("The fallbacks in their order, with their predicted peaks", found, before, after, plan.candidate)
+
+
+def environment(found: Environment) -> Table:
+    """The machine on which the plan was made, and its limits of memory."""
+    versions = [f"oomguard {found.oomguard}", f"torch {found.torch}" if found.torch else "", found.library or ""]
+    versions += [f"driver {found.driver}" if found.driver else "", f"Python {found.python}"]
+    rows = [
+        ("device", f"{found.device}, {found.title}" if found.title != found.device else found.device),
+        ("versions", ", ".join(filter(None, versions))),
+        ("system", f"{found.system}, {times(found.cores, 'core')}"),
+    ]
+    for limit in found.limits:
+        sizes = f"{format_bytes(limit.reach_bytes)} of {format_bytes(limit.limit_bytes)}"
+        rows.append((limit.name, f"{sizes} ({limit.source})"))
+    caption = "The machine on which the plan was made, and its limits of memory"
+    return Table(header=("", ""), rows=tuple(rows), align="ll", caption=caption)
+
+
+def changes(shortfall: Shortfall) -> Table:
+    """The changes that would lower the memory that is needed."""
+    rows = tuple(
+        (way.change, format_bytes(way.needed_bytes), "yes" if way.fits else "no", "yes" if way.allowed else "no")
+        for way in shortfall.ways
+    )
+    header = ("change", "would need", "fits", "allowed")
+    return Table(header=header, rows=rows, align="lrll", caption="Changes that would lower the memory that is needed")

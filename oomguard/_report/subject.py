@@ -1,0 +1,329 @@
+"""Subject: the model, device, budget and records that a table or a chart is about, and predictions for them."""
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pandas as pd
+
+from oomguard._core.errors import MisuseError, flag, shown
+from oomguard._core.units import read_budget
+from oomguard._device.cpu import cpu_precisions
+from oomguard._device.find import find_budget, find_target
+from oomguard._estimate import cards
+from oomguard._estimate.batch import estimate_batch
+from oomguard._estimate.moments import TERMS
+from oomguard._estimate.target import Target
+from oomguard._plan.store import load_plan
+from oomguard._plan.value import Plan
+from oomguard._predict.calibration import Calibration, same_model
+from oomguard._probe.record import RECORDS, Ledger, Record
+from oomguard._report.grid import Over, check_own_spec, fields_for, read_over
+from oomguard._report.words import SHAPE
+from oomguard._search.space import SHORTEST_PIECE, segment_counts
+from oomguard._spec.candidate import KNOBS, Candidate, Candidates, is_none, make_candidate, serve
+from oomguard._spec.read import read_spec
+from oomguard._spec.spec import Spec
+
+DRAWN = ("microbatch", "segments", "precision", "seq")
+"""What charts can vary."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A model on a device under a budget, with the records that are known.
+
+    >>> from oomguard._estimate.target import CPU
+    >>> spec, candidate = Spec(cell="lstm", seq=1000), Candidate(microbatch=32)
+    >>> subject = Subject(spec=spec, target=CPU, budget_bytes=1 << 30, candidate=candidate)
+    >>> subject.predict(subject.vary(microbatch=[8, 32]))["fits"].tolist()
+    [True, False]
+    """
+
+    spec: Spec
+    """The model and its sequences."""
+    target: Target
+    """The device."""
+    budget_bytes: int
+    """The bytes that the process may use there."""
+    candidate: Candidate
+    """The values of knobs that do not vary; of a plan, the chosen candidate."""
+    precisions: tuple[str, ...] = ("fp32",)
+    """The precisions to compare."""
+    records: tuple[Record, ...] = ()
+    """The records of such models on this device."""
+    plan: Plan | None = None
+    """The plan that it is about, if it is about one."""
+    fixed: frozenset[str] = frozenset()
+    """The knobs whose values the user fixed."""
+    over: Over | None = None
+    """What varies, if the user said it; otherwise useful values are chosen."""
+    calibration: Calibration = field(init=False, repr=False, compare=False)
+    """The correction of estimates by the records."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "calibration", Calibration(self.spec, self.records, self.target))
+
+    @property
+    def varied(self) -> Over:
+        """What varies in a table: by default microbatch and segments in powers of two and as measured, and precision.
+
+        >>> find_subject(cell="gru", seq=64, batch=6, device="t4").varied
+        {'microbatch': [1, 2, 4, 6], 'segments': [1, 2, 4, 8], 'precision': ['fp32', 'fp16']}
+        """
+        if self.over is not None:
+            return self.over
+        known = [self.candidate, *(record.candidate for record in self.records if record.spec == self.spec)]
+        counts = {1 << power for power in range(max(1, (self.spec.steps // SHORTEST_PIECE).bit_length()))}
+        over: Over = {
+            "microbatch": sorted({*self._powers, self.spec.batch, *(candidate.microbatch for candidate in known)}),
+            "segments": sorted(counts | {candidate.segments for candidate in known}),
+            "precision": [*self.precisions],
+        }
+        if self.candidate.window is not None:
+            del over["segments"]
+        return {name: values for name, values in over.items() if name not in self.fixed}
+
+    @property
+    def _powers(self) -> list[int]:
+        return [1 << power for power in range(self.spec.batch.bit_length())]
+
+    @property
+    def microbatches(self) -> list[int]:
+        """Microbatches of charts: powers of two, one between each two of them, the candidate's, and the batch.
+
+        >>> find_subject(cell="gru", seq=100, batch=10, microbatch=5, device="t4").microbatches
+        [1, 2, 3, 4, 5, 6, 8, 10]
+        """
+        usual = [*self._powers, *(3 * power // 2 for power in self._powers if power > 1), self.spec.batch]
+        sizes = {*(self.over or {}).get("microbatch", usual), self.candidate.microbatch}
+        return sorted(size for size in sizes if size <= self.spec.batch)
+
+    @property
+    def segments(self) -> list[int]:
+        """Numbers of segments of charts, from 1 on."""
+        return sorted({*self.segments_for(self.spec.steps), 1, self.candidate.segments})
+
+    def segments_for(self, steps: int) -> list[int]:
+        """Numbers of segments to compare for sequences of another length; at least one."""
+        counts = (self.over or {}).get("segments", segment_counts(steps))
+        return [count for count in counts if count <= steps] or [1]
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether there is a record of this very model."""
+        return bool(self.calibration.own)
+
+    def vary(self, spec: Spec | None = None, **knobs: Any) -> Candidates:
+        """Candidates that differ from the subject's in some knobs; the accumulation follows from the microbatch."""
+        values = {name: getattr(self.candidate, name) for name in KNOBS} | {"accumulation": None} | knobs
+        if not any(isinstance(value, list | np.ndarray) for value in values.values()):
+            values["microbatch"] = [values["microbatch"]]
+        return serve(spec or self.spec, Candidates(**values))
+
+    def predict(self, candidates: Candidates, spec: Spec | None = None) -> pd.DataFrame:
+        """A row for each candidate of the spec (default: the subject's): its knobs, its estimate, its prediction.
+
+        The estimate is `total_bytes` and its terms, by arithmetic. The prediction is `peak_bytes`, `margin_bytes`,
+        `safe_bytes` (their sum), `seconds_per_step`, `doubt` (the standard deviation of the logarithm of that time) and
+        `tokens_per_second`; without records, times are rough guesses of which only the proportions are useful. `runs`
+        says whether the engine can run so many steps at once, `fits` whether it also stays within the budget.
+        """
+        spec = spec or self.spec
+        estimate = estimate_batch(spec, candidates, self.target)
+        own = same_model(spec, self.spec)
+        calibration = self.calibration.of(spec) if own else Calibration(spec, self.records, self.target)
+        peak, margin = estimate.total_bytes, estimate.margin_bytes
+        if calibration.records:
+            peak, margin = calibration.predict_memory(estimate)
+        seconds, doubt = calibration.predict_time(estimate)
+        allocator = "plain" if self.target.cuda else "steady"
+        columns = candidates.knobs | {
+            "engine": estimate.engine,
+            "allocator": np.where(is_none(candidates.allocator), allocator, candidates.allocator).astype(str),
+            **{f"{term}_bytes": estimate.terms[term] for term in TERMS},
+            "total_bytes": estimate.total_bytes,
+            "peak_bytes": peak,
+            "margin_bytes": margin,
+            "safe_bytes": peak + margin,
+            "runs": estimate.runs,
+            "fits": estimate.runs & (peak + margin <= self.budget_bytes),
+            "seconds_per_step": seconds,
+            "doubt": doubt,
+            "tokens_per_second": spec.steps * spec.batch / seconds,
+        }
+        return pd.DataFrame(
+            {name: spread(name, column, len(candidates)) for name, column in columns.items()}, copy=False
+        )
+
+    def with_seq(self, steps: int) -> Spec:
+        """The subject's spec with all sequences of the given length."""
+        return msgspec.structs.replace(self.spec, seq=steps, lengths=None)
+
+
+def spread(name: str, value: Any, length: int) -> Any:
+    """A column of a table from a value or an array; whole numbers that may be missing have pandas' type for that."""
+    column = np.broadcast_to(np.asarray(value, dtype=object if value is None else None), length)
+    if name in ("window", "threads", "measured_peak_bytes"):
+        return pd.array(column, dtype="Int64")
+    return pd.array(column, dtype="string") if name == "verdict" else column
+
+
+def subject_of(plan: Plan) -> Subject:
+    """The subject of a plan.
+
+    >>> from oomguard._api import find_feasible_config
+    >>> subject_of(find_feasible_config(cell="gru", seq=100, device="t4")).precisions
+    ('fp32', 'fp16')
+    """
+    used = {"fp32", plan.candidate.precision, *(record.candidate.precision for record in plan.records)}
+    known = _precisions(plan.where) if plan.where.cuda and "precision" in plan.allow else ()
+    return Subject(
+        spec=plan.spec,
+        target=plan.where,
+        budget_bytes=plan.budget_bytes,
+        candidate=plan.candidate,
+        precisions=tuple(name for name in ("fp32", "bf16", "fp16") if name in used or name in known),
+        records=plan.records,
+        plan=plan,
+    )
+
+
+def _precisions(target: Target) -> tuple[str, ...]:
+    """fp32 and, where the device has one, a half precision: bf16 rather than fp16, which needs its loss scaled."""
+    known = target.card_precisions if target.cuda else cpu_precisions()
+    return ("fp32", *[name for name in ("bf16", "fp16") if name in known][:1])
+
+
+def find_subject(
+    spec: Spec | None = None,
+    *,
+    over: dict[str, Any] | None = None,
+    device: str | None = None,
+    budget: int | str | None = None,
+    measured: Any = None,
+    **fields: Any,
+) -> Subject:
+    """The subject that `tradeoffs` and `curves` are asked about.
+
+    >>> subject = find_subject(cell="gru", seq=64, batch=4, device="t4")
+    >>> subject.target.device, subject.varied["microbatch"]
+    ('t4-16gb', [1, 2, 4])
+    """
+    (records, plan), varied = _read_measured(measured), None if over is None else read_over(over)
+    given = {name: value for name, value in fields.items() if name not in KNOBS}
+    fixed = {name: value for name, value in fields.items() if name in KNOBS and value is not None}
+    if plan is not None and spec is None and "cell" not in given:
+        check_own_spec(given)
+        spec = plan.spec
+    spec = read_spec(spec, given if spec else given | fields_for(varied or {}, given))
+    limit_bytes = read_budget(budget)
+    if device is None and plan is not None:
+        target, budget_bytes = plan.where, limit_bytes or plan.budget_bytes
+    else:
+        target, budget_bytes = find_target(device or "cpu"), limit_bytes or find_budget(device or "cpu").limit_bytes
+    both = [name for name in varied or () if name in fixed]
+    if both:
+        raise MisuseError(
+            rule="A knob is either fixed or varied",
+            got=f"got {flag(both[0])} {shown(fixed[both[0]])} and values of it to vary over",
+            advice="Leave out one of the two.",
+        )
+    same = plan is not None and (plan.spec, plan.where, plan.budget_bytes) == (spec, target, budget_bytes)
+    if plan is not None and same and not fixed:
+        return replace(subject_of(plan), over=varied)
+    return Subject(
+        spec=spec,
+        target=target,
+        budget_bytes=budget_bytes,
+        candidate=make_candidate(spec, **_usual_knobs(spec, records, plan) | fixed),
+        precisions=_precisions(target),
+        records=_records_on(records, target),
+        plan=plan if same else None,  # otherwise it answers another question
+        fixed=frozenset(fixed),
+        over=varied,
+    )
+
+
+def _read_measured(measured: Any) -> tuple[tuple[Record, ...], Plan | None]:
+    """Records from a `Plan` or its file, from a ledger or its directory, or from a list; and the plan if it is one."""
+    if isinstance(measured, str | os.PathLike):
+        path = Path(measured)
+        path = path / RECORDS if path.is_dir() else path
+        if not path.exists():
+            raise MisuseError(
+                rule="Records are read from the file of a plan or the directory of a ledger",
+                got=f"there is no {path}",
+                advice="Give the path of a plan.json, or the directory that --ledger named.",
+            )
+        measured = Ledger(path) if path.suffix == ".jsonl" else load_plan(path)
+    if isinstance(measured, Plan):
+        return measured.records, measured
+    source = measured.read() if isinstance(measured, Ledger) else () if measured is None else measured
+    records = tuple(source) if isinstance(source, Iterable) else None
+    if records is None or not all(isinstance(record, Record) for record in records):
+        raise MisuseError(
+            rule="measured must be a plan, a ledger or records",
+            got=f"got {shown(measured)}",
+            advice="Give a Plan, the path of a plan.json, or the directory of a ledger.",
+        )
+    return records, None
+
+
+def _records_on(records: tuple[Record, ...], target: Target) -> tuple[Record, ...]:
+    """The records that were measured on such a device; raises if there are records but none is from it."""
+    own = tuple(record for record in records if _is_on(record, target))
+    if records and not own:
+        titles = sorted({record.title or record.device for record in records})
+        raise MisuseError(
+            rule="Records must be from the device that is asked about",
+            got=f"got records of {', '.join(titles[:3])} for {target.device}",
+            advice="Leave out the device or the records.",
+        )
+    return own
+
+
+def _is_on(record: Record, target: Target) -> bool:
+    if not target.cuda or record.device == "cpu":
+        return not target.cuda and record.device == "cpu"
+    try:
+        return cards.card(target.device).name == cards.card(record.title or "").name
+    except MisuseError:  # a card of this machine that the table of cards does not name
+        return True
+
+
+def _usual_knobs(spec: Spec, records: tuple[Record, ...], plan: Plan | None) -> dict[str, Any]:
+    """Knobs of the plan, or settings that most records of the model have: a table contains what was measured."""
+    if plan is not None and plan.spec == spec:
+        return msgspec.structs.asdict(plan.candidate) | {"accumulation": None}
+    candidates = [record.candidate for record in records if same_model(record.spec, spec)]
+    candidates = candidates if plan is None else [plan.candidate]
+    names = [name for name in KNOBS if name not in SHAPE]
+    settings = Counter(tuple(getattr(candidate, name) for name in names) for candidate in candidates)
+    return dict(zip(names, settings.most_common(1)[0][0], strict=True)) if settings else {}
+
+
+def for_charts(subject: Subject) -> Subject:
+    """The subject as charts show it: with the precisions that vary and, of several lengths, the longest."""
+    over = subject.over or {}
+    other = [name for name in over if name not in DRAWN]
+    if other:
+        names = " and ".join(flag(name).removeprefix("--") for name in other)
+        raise MisuseError(
+            rule="Charts show one model, over its microbatch, segments, precision or seq",
+            got=f"got --over {names}",
+            advice=f"Write .csv, or give one {' and one '.join(map(flag, other))}.",
+        )
+    subject = replace(subject, precisions=tuple(over.get("precision", subject.precisions)))
+    longest = max((subject.with_seq(steps) for steps in over.get("seq", ())), key=lambda spec: spec.steps, default=None)
+    if longest is None or longest == subject.spec:
+        return subject
+    candidate, steps = subject.candidate, longest.steps
+    window = None if candidate.window is None else min(candidate.window, steps)
+    candidate = msgspec.structs.replace(candidate, segments=min(candidate.segments, steps), window=window)
+    return replace(subject, spec=longest, candidate=candidate, plan=None)

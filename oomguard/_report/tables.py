@@ -1,0 +1,165 @@
+"""Sections and tables of text, and how a terminal and HTML show them.
+
+HTML comes from one template, which escapes every text: a plan is a file that anybody may have written.
+"""
+
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from oomguard._core.errors import visible
+
+if TYPE_CHECKING:  # rich is imported where it is used: --json does not need it
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+ASCII = str.maketrans({"→": "->", "×": "x", "█": "#", "▌": "#", "–": "-", "…": "..."})
+"""Replacements for terminals whose encoding is not Unicode."""
+INDENT = "  "
+"""The indentation of everything below a section's title, except in the first section."""
+FOLDER = Path(__file__).parent
+NARROWEST = 8
+"""Characters that a column of words keeps, however narrow the terminal is."""
+
+
+class Table(msgspec.Struct, frozen=True, kw_only=True):
+    """A table of text."""
+
+    header: tuple[str, ...]
+    """The title of each column. All are empty if the first column says what each row is."""
+    rows: tuple[tuple[str, ...], ...]
+    """The cells, row by row."""
+    align: str
+    """For each column, `l` (words, left-aligned) or `r` (figures, right-aligned)."""
+    sums: int = 0
+    """The number of last rows that are totals of the rows above, or are compared with them."""
+    caption: str = ""
+    """What the table shows. Pages and screen readers use it; in a terminal the section's title is enough."""
+    styles: tuple[str, ...] = ()
+    """Rich's style of each column in a terminal; empty if no column has one."""
+
+    def __post_init__(self) -> None:
+        widths = {len(self.header), len(self.align), *map(len, self.rows)}
+        assert len(widths) == 1, f"every row needs as many cells as the header, but there are rows of {sorted(widths)}"
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True):
+    """One part of a report: a title, sentences, and perhaps a table or lines for the shell."""
+
+    title: str
+    """The subject of the section."""
+    sentences: tuple[str, ...] = ()
+    """The text, sentence by sentence."""
+    table: Table | None = None
+    """The figures that belong to it."""
+    lines: tuple[str, ...] = ()
+    """Commands that can be copied as they are."""
+
+
+def printer(console: "Console") -> Callable[..., None]:
+    """A function that prints text in lines that fit the terminal, in characters it has, without reading markup."""
+
+    def say(text: str, style: str = "", *, indent: str = "", hanging: str | None = None) -> None:
+        wrapper = textwrap.TextWrapper(
+            width=max(20, console.width),
+            initial_indent=indent,
+            subsequent_indent=indent if hanging is None else hanging,
+            break_on_hyphens=False,  # flags stay whole
+        )
+        for line in wrapper.wrap(safe(text, console)) or [""]:
+            _print_line(line, style, console)
+
+    return say
+
+
+def safe(text: str, console: "Console") -> str:
+    """The text in characters that the terminal has, with control characters written out."""
+    return visible(text if console.encoding.startswith("utf") else text.translate(ASCII))
+
+
+def show_sections(sections: Iterable[Section], console: "Console", first_style: str = "bold green") -> None:
+    """Print sections. The first one is the answer: its title has a style of its own, and it is not indented."""
+    say = printer(console)
+    for number, section in enumerate(sections):
+        if number:
+            say("")
+        indent = INDENT if number else ""
+        say(section.title, "bold" if number else first_style)
+        for sentence in section.sentences:
+            say(sentence, indent=indent)
+        if section.table is not None:
+            show_table(section.table, console, indent)
+        for line in section.lines:
+            _print_line(indent + safe(line, console), "cyan", console)
+
+
+def show_table(table: Table, console: "Console", indent: str = "") -> None:
+    """Print a table. In a narrow terminal, words and then figures continue on the next line of their cell."""
+    from rich.text import Text
+
+    width = console.width - len(indent)
+    for gap, figures_wrap in ((2, False), (2, True), (1, True)):
+        widths = _least_widths(table, figures_wrap=figures_wrap)
+        least = sum(widths) + gap * (len(widths) - 1)
+        if least <= width:
+            break
+    grid = _rich_table(table, widths, gap, console)
+    for segments in console.render_lines(grid, console.options.update(width=max(width, least)), pad=False):
+        line = Text.assemble(indent, *((one.text, one.style or "") for one in segments))
+        line.rstrip()
+        console.print(line, no_wrap=True, overflow="ignore", crop=False)
+
+
+def _least_widths(table: Table, *, figures_wrap: bool) -> list[int]:
+    """The least width of each column: figures are broken at most between words."""
+    columns = [(side, [table.header[i], *(row[i] for row in table.rows)]) for i, side in enumerate(table.align)]
+    longest = [max(map(len, cells)) for _, cells in columns]
+    words = [max((len(word) for cell in cells for word in cell.split()), default=0) for _, cells in columns]
+    figures = words if figures_wrap else longest
+    return [figures[i] if side == "r" else min(longest[i], NARROWEST) for i, side in enumerate(table.align)]
+
+
+def _rich_table(table: Table, widths: list[int], gap: int, console: "Console") -> "RichTable":
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    grid = RichTable(
+        box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="dim", show_header=any(table.header)
+    )
+    styles = table.styles or ("",) * len(widths)
+    for head, side, width, style in zip(table.header, table.align, widths, styles, strict=True):
+        grid.add_column(
+            Text(safe(head, console)), justify="right" if side == "r" else "left", min_width=width, style=style
+        )
+    for number, row in enumerate(table.rows):
+        total = number == len(table.rows) - table.sums
+        grid.add_row(*(Text(safe(cell, console)) for cell in row), style="bold" if total else "")
+    return grid
+
+
+def _print_line(line: str, style: str, console: "Console") -> None:
+    """Print a line as it is, even if it is wider than the terminal."""
+    from rich.text import Text
+
+    console.print(Text(line, style=style), no_wrap=True, overflow="ignore", crop=False)
+
+
+def to_html(sections: Sequence[Section]) -> str:
+    """Sections for a notebook: the first is always visible, the others open with a click. No scripts, no links."""
+    return str(macros().notebook(sections))
+
+
+@cache
+def macros() -> Any:
+    """The macros of the template: `notebook` and `page`."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    loader = FileSystemLoader(FOLDER)
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template("page.html.j2").module

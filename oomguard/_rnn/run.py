@@ -1,0 +1,265 @@
+"""Run: one microbatch in pieces, with their loss, precision and random numbers; and the pass without a graph."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from oomguard._rnn.model import Recurrent, State
+from oomguard._spec.candidate import Candidate
+from oomguard._spec.spec import Spec
+
+IGNORED = -100
+"""The target that marks a step without one, as in PyTorch's cross-entropy."""
+Mark = Tensor | None
+"""The state of a random generator; None if nothing is random."""
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Microbatch(NamedTuple):
+    """The sequences of one pass, padded to one length. They may stay in host memory: pieces are copied one by one."""
+
+    inputs: Tensor
+    """Time x sequences (or the other way round with batch_first) x features, or tokens."""
+    targets: Tensor
+    """One target for each step, or one for each sequence."""
+    lengths: Tensor | None = None
+    """Real steps of each sequence, on the CPU; None if there is no padding."""
+
+
+def count_targets(spec: Spec, batch: Microbatch) -> int:
+    """Count the real targets: neither padding nor `IGNORED`.
+
+    >>> spec = Spec(cell="gru", seq=5, features=3, batch=2)
+    >>> count_targets(spec, Microbatch(torch.zeros(5, 2, 3), torch.zeros(5, 2, 1), torch.tensor([5, 2])))
+    7
+    """
+    real = real_steps(spec, batch, 0, batch.inputs.shape[1 if spec.batch_first else 0])
+    if spec.loss == "cross-entropy":
+        wanted = batch.targets != IGNORED
+        return int((wanted if real is None else wanted & real.to(wanted.device)).sum())
+    if real is not None:
+        return int(real.sum())
+    return batch.targets.shape[:-1].numel()
+
+
+class RngState:
+    """The random generator of dropout: a piece that is recomputed must use the masks of the first time.
+
+    Call `read()` before a piece and `restore(mark)` before it is recomputed. The first pass takes all pieces in order,
+    and `note_end()` stores the state after it: random numbers continue from there, as after a plain pass.
+    """
+
+    def __init__(self, model: Recurrent) -> None:
+        self.generator: torch.Generator | None = None
+        if model.spec.dropout and model.training and len(model.calls) > 1:
+            cuda = model.device.type == "cuda"
+            self.generator = torch.cuda.default_generators[model.device.index or 0] if cuda else torch.default_generator
+        self.last: Mark = None
+
+    def read(self) -> Mark:
+        """Return the generator's state."""
+        return None if self.generator is None else self.generator.get_state()
+
+    def restore(self, mark: Mark) -> None:
+        """Set the generator back to a state."""
+        if self.generator is not None and mark is not None:
+            self.generator.set_state(mark)
+
+    def note_end(self) -> None:
+        """Note the state after the first pass through all pieces; later passes repeat pieces."""
+        if self.last is None:
+            self.last = self.read()
+
+    @contextmanager
+    def continuing(self) -> Iterator[None]:
+        """Leave the generator as a plain pass would, or as it was if the pass fails."""
+        start = self.read()
+        try:
+            yield
+        except BaseException:
+            self.restore(start)
+            raise
+        self.restore(self.last)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One microbatch that runs through the model in the candidate's pieces, or as a whole."""
+
+    model: Recurrent
+    batch: Microbatch
+    candidate: Candidate
+    scale: float | Tensor = 1.0
+    whole: bool = False
+    length: int = field(init=False)
+    """Steps of a piece."""
+    total: Tensor = field(init=False)
+    """Sum of the losses so far."""
+    rng: RngState = field(init=False)
+
+    def __post_init__(self) -> None:
+        weight, length = self.model.head.weight, self.candidate.window or -(-self.steps // self.candidate.segments)
+        object.__setattr__(self, "length", self.steps if self.whole else length)
+        object.__setattr__(self, "total", torch.zeros((), device=weight.device, dtype=weight.dtype))
+        object.__setattr__(self, "rng", RngState(self.model))
+
+    @property
+    def steps(self) -> int:
+        return self.batch.inputs.shape[self.model.time_dim]
+
+    @property
+    def pieces(self) -> int:
+        return -(-self.steps // self.length)
+
+    @property
+    def home(self) -> torch.device:
+        """The device of tensors that span the whole sequence."""
+        return torch.device("cpu") if self.candidate.keep == "host" else self.model.device
+
+    def span(self, i: int) -> tuple[int, int]:
+        """Return the first step of piece `i` and its number of steps.
+
+        If pieces cannot be equal, the first is shorter. It is differentiated last (except in the reverse direction), in
+        blocks that longer pieces have left. A short piece that came first would leave a card's allocator with blocks
+        that are too small for all others. Windows start at the first step.
+        """
+        short = 0 if self.candidate.window is not None else self.pieces * self.length - self.steps
+        start = max(0, i * self.length - short)
+        return start, min((i + 1) * self.length - short, self.steps) - start
+
+    def cut(self, whole: Tensor, i: int) -> Tensor:
+        """Return piece `i` of a tensor of all steps, on the device of the weights."""
+        return whole.narrow(self.model.time_dim, *self.span(i)).to(self.model.device, non_blocking=True)
+
+    def inputs(self, i: int) -> Tensor:
+        """Return piece `i` of the inputs. Padding is set to zero, since NaN times 0 is NaN."""
+        piece, spec = self.cut(self.batch.inputs, i), self.model.spec
+        real = None if spec.vocab is not None else _real(self.batch, *self.span(i))
+        if real is None:
+            return piece
+        real = (real.T if spec.batch_first else real).to(piece.device)
+        return piece.masked_fill(~real.unsqueeze(-1), 0)
+
+    def lengths(self, i: int) -> Tensor | None:
+        """Real steps of each sequence within piece `i`."""
+        start, steps = self.span(i)
+        return None if self.batch.lengths is None else (self.batch.lengths - start).clamp(0, steps)
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """Return a context that computes in the candidate's precision."""
+        if self.candidate.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self.model.device.type, DTYPES[self.candidate.precision])
+
+    def loss(self, i: int, hidden: Tensor) -> Tensor | None:
+        """Return the loss of piece `i`; None if it has no targets."""
+        model, spec = self.model, self.model.spec
+        start, steps = self.span(i)
+        if spec.head == "per-step":
+            real = real_steps(spec, self.batch, start, steps)
+            return summed_loss(spec.loss, model.head(hidden), self.cut(self.batch.targets, i), real)
+        rows, last = self.last_steps(i, hidden)
+        if not len(rows):
+            return None
+        targets = self.batch.targets.index_select(0, rows.to(self.batch.targets.device))
+        return summed_loss(spec.loss, model.head(last), targets.to(model.device, non_blocking=True))
+
+    def last_steps(self, i: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sequences whose last step is in piece `i`, and the outputs of that step."""
+        model, lengths, (start, steps) = self.model, self.batch.lengths, self.span(i)
+        if lengths is None:
+            rows = hidden.shape[1 - model.time_dim] if start + steps == self.steps else 0
+            return torch.arange(rows), model.last_steps(hidden, None)
+        here = ((lengths > start) & (lengths <= start + steps)).nonzero().flatten()
+        ending = hidden.index_select(1 - model.time_dim, here.to(hidden.device))
+        return here, model.last_steps(ending, lengths[here] - start)
+
+    def differentiate(self, loss: Tensor | None) -> None:
+        """Run backward from a loss, and add it to the total."""
+        if loss is not None and loss.requires_grad:
+            (loss * self.scale).backward()  # type: ignore[no-untyped-call]
+        if loss is not None:
+            self.total.add_(loss.detach())
+
+
+def summed_loss(kind: str | None, outputs: Tensor, targets: Tensor, real: Tensor | None = None) -> Tensor:
+    """The loss, summed over the steps and sequences that are `real`."""
+    real = None if real is None else real.to(outputs.device, non_blocking=True)
+    if kind == "cross-entropy":
+        targets = targets if real is None else targets.masked_fill(~real, IGNORED)
+        return functional.cross_entropy(
+            outputs.flatten(0, -2), targets.flatten(), reduction="sum", ignore_index=IGNORED
+        )
+    if real is not None:  # where nothing is real, the outputs are their own targets: no loss and no gradient
+        targets = torch.where(real.unsqueeze(-1), targets, outputs.detach().to(targets.dtype))
+    return functional.mse_loss(outputs, targets, reduction="sum")
+
+
+def real_steps(spec: Spec, batch: Microbatch, start: int, steps: int) -> Tensor | None:
+    """Return a mask of the steps with real targets, in the layout of the targets; None if all are real."""
+    real = None if spec.head == "last-step" else _real(batch, start, steps)
+    return real.T if real is not None and spec.batch_first else real
+
+
+def _real(batch: Microbatch, start: int, steps: int) -> Tensor | None:
+    """Return a mask of the steps that are not padding, time x sequences; None if none is padding."""
+    if batch.lengths is None or int(batch.lengths.min()) >= start + steps:
+        return None
+    return torch.arange(start, start + steps)[:, None] < batch.lengths
+
+
+def evaluate(model: Recurrent, batch: Microbatch, candidate: Candidate) -> Tensor:
+    """Return the sum of the losses over real steps and sequences, on the model's device."""
+    run = Run(model=model, batch=batch, candidate=candidate, whole=model.spec.bidirectional)
+    with _evaluating(model):
+        for i, hidden in _pieces(run):
+            with run.computing():
+                loss = run.loss(i, hidden)
+            if loss is not None:
+                run.total.add_(loss)
+    return run.total
+
+
+def outputs(model: Recurrent, batch: Microbatch, candidate: Candidate) -> Tensor:
+    """Return the outputs on the CPU in float32: sequences x steps x outputs, or sequences x outputs at the last."""
+    run, made = Run(model=model, batch=batch, candidate=candidate, whole=model.spec.bidirectional), []
+    ends = torch.zeros(batch.inputs.shape[1 - model.time_dim], model.spec.classes)
+    with _evaluating(model):
+        for i, hidden in _pieces(run):
+            with run.computing():
+                if model.spec.head == "per-step":
+                    made.append(model.head(hidden).float().cpu())
+                else:
+                    rows, last = run.last_steps(i, hidden)
+                    if len(rows):
+                        ends[rows] = model.head(last).float().cpu()
+    if model.spec.head == "last-step":
+        return ends
+    return torch.cat([piece if model.spec.batch_first else piece.transpose(0, 1) for piece in made], 1)
+
+
+def _pieces(run: Run) -> Iterator[tuple[int, Tensor]]:
+    """Yield the outputs of the last layer, one piece at a time."""
+    state: State | None = None
+    for i in range(run.pieces):
+        with run.computing():
+            hidden, state = run.model.advance(run.inputs(i), state, run.lengths(i))
+        yield i, hidden
+        del hidden
+
+
+@contextmanager
+def _evaluating(model: Recurrent) -> Iterator[None]:
+    """Evaluate without graph and dropout, and restore the mode afterwards."""
+    before = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(before)

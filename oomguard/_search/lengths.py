@@ -1,0 +1,185 @@
+"""Sequence lengths: shorter sequences for probes, the longest that fit, length buckets, padding."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from oomguard._predict.calibration import Prediction
+from oomguard._probe.record import Record
+from oomguard._search.screen import SETTING, CandidateTable, screen
+from oomguard._search.space import Problem
+from oomguard._spec.candidate import Candidate, is_none, make_candidate
+from oomguard._spec.spec import MAX_SEQ, Spec
+
+MOST_BUCKETS = 8
+MOST_LENGTHS = 256
+"""Distinct lengths among which borders are looked for."""
+WORTH = 0.01
+"""A further bucket must save this share of all tokens."""
+ALIKE = 0.02
+"""Times that differ by no more than this share are taken for equal."""
+
+Some = Annotated[int, msgspec.Meta(ge=1, le=1 << 60)]
+
+
+def shorten(spec: Spec, candidate: Candidate, steps: int, *, fewer: bool = True) -> tuple[Spec, Candidate]:
+    """The spec with sequences of about so many steps, and the candidate with fewer segments of the same length.
+
+    Without `fewer`, the candidate keeps its number of segments, and they become shorter: what chunks reserve on a card
+    depends on their number. If two segments (with more levels, twice as many) are still too long, they are cut.
+
+    >>> spec = Spec(cell="lstm", seq=10_000)
+    >>> short, candidate = shorten(spec, make_candidate(spec, segments=100), 450)
+    >>> short.seq, candidate.segments
+    (400, 4)
+    >>> short, candidate = shorten(spec, make_candidate(spec, segments=99), 450)
+    >>> short.seq, candidate.segments  # a first segment of 99 steps, the others of 102
+    (405, 4)
+    """
+    steps = max(1, min(steps, spec.steps))
+    if steps == spec.steps:
+        return spec, candidate
+    pieces, piece = candidate.segments, -(-spec.steps // candidate.segments)
+    if pieces > 1 and fewer:
+        least = min(pieces, 2 * candidate.levels)
+        pieces = max(least, min(pieces, steps // piece))
+        short, odd = piece, spec.steps - (-(-spec.steps // piece) - 1) * piece  # the first segment may be shorter
+        if steps < pieces * piece:
+            short = odd = max(1, steps // pieces)
+        steps = (pieces - 1) * short + max(odd, short - pieces + 1)  # otherwise the segments would come out shorter
+    shorter = with_steps(spec, steps)
+    window = candidate.window if candidate.window is None else min(candidate.window, steps)
+    knobs = msgspec.structs.asdict(candidate) | {"segments": min(pieces, steps), "window": window}
+    return shorter, make_candidate(shorter, **knobs)
+
+
+def with_steps(spec: Spec, steps: int) -> Spec:
+    """The spec with sequences of at most so many steps: longer ones are cut."""
+    if spec.lengths is None:
+        return msgspec.structs.replace(spec, seq=steps)
+    lengths: dict[int, int] = {}
+    for length, count in spec.lengths.items():
+        lengths[min(length, steps)] = lengths.get(min(length, steps), 0) + count
+    return msgspec.structs.replace(spec, seq=steps, lengths=lengths)
+
+
+def longest_that_fits(fits: Callable[[int], bool], low: int, high: int | None = None, *, parts: int) -> int:
+    """The most steps that fit, by bisection to one part in `parts`.
+
+    `low` steps fit (or are 0), `high` steps do not; without `high`, lengths are doubled until one does not fit.
+
+    >>> longest_that_fits(lambda steps: steps <= 7, 1, parts=100), longest_that_fits(lambda steps: False, 0, 9, parts=9)
+    (7, 0)
+    """
+    while high is None or high - low > max(1, low // parts):
+        middle = min(2 * low, MAX_SEQ) if high is None else (low + high) // 2
+        if middle == low:  # the longest that a spec can have
+            break
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def cut(lengths: dict[int, int], most: int = MOST_BUCKETS) -> list[dict[int, int]]:
+    """The histogram in at most `most` parts, so that padding each sequence to the longest of its part costs least.
+
+    Exact, by dynamic programming; a part that saves less than 1 % of the tokens is not made.
+
+    >>> [max(part) for part in cut({10: 100, 11: 100, 100: 10, 101: 1})]
+    [11, 101]
+    """
+    values = sorted(lengths)
+    if len(values) > MOST_LENGTHS:  # borders may lie at some of them, and at the longest
+        values = [values[index] for index in np.unique(np.linspace(0, len(values) - 1, MOST_LENGTHS).astype(int))]
+    counts = [
+        sum(n for length, n in lengths.items() if low < length <= high)
+        for low, high in itertools.pairwise([0, *values])
+    ]
+    before = np.concatenate([[0], np.cumsum(counts)])
+    size = len(values)
+    # cost[j]: least padded tokens of the first j lengths in k parts; starts[k][j]: where the last of those parts begins
+    cost = np.array([np.inf if j else 0.0 for j in range(size + 1)])
+    ends_at = np.concatenate([[0], values])
+    last = np.where(np.tri(size + 1, k=-1, dtype=bool), ends_at[:, None] * (before[:, None] - before[None, :]), np.inf)
+    starts: list[list[int]] = []
+    best: list[float] = []
+    for _ in range(min(most, size)):
+        totals = cost[None, :] + last
+        starts.append(totals.argmin(axis=1).tolist())
+        cost = totals.min(axis=1)
+        best.append(float(cost[size]))
+    parts = next((k for k in range(1, len(best)) if best[k - 1] - best[k] < WORTH * best[0]), len(best))
+    borders, end = [0], size
+    for k in reversed(range(parts)):
+        borders.insert(1, values[end - 1])
+        end = starts[k][end]
+    return [
+        {length: n for length, n in sorted(lengths.items()) if low < length <= high}
+        for low, high in itertools.pairwise(borders)
+    ]
+
+
+def padded_tokens(lengths: dict[int, int], microbatch: int) -> float:
+    """Expected tokens of all sequences, each padded to the longest of its microbatch, which is drawn at random."""
+    total, longest, below = sum(lengths.values()), 0.0, 0
+    for length, count in sorted(lengths.items()):
+        longest += length * (((below + count) / total) ** microbatch - (below / total) ** microbatch)
+        below += count
+    return longest * total
+
+
+def padded_share(lengths: dict[int, int], padded: float) -> float:
+    """The share of padding in so many padded tokens of these sequences.
+
+    >>> round(padded_share({100: 1, 300: 1}, padded_tokens({100: 1, 300: 1}, 2)), 3)
+    0.2
+    """
+    real = sum(length * count for length, count in lengths.items())
+    return max(0.0, 1 - real / padded)  # sums of powers round: without padding it may come out a little below 0
+
+
+class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How sequences up to some length are run."""
+
+    longest: Some
+    """Steps of the longest sequence in the bucket."""
+    sequences: Some
+    """Sequences of the data in the bucket."""
+    candidate: Candidate
+    """Its microbatch and segments, in the setting of the plan's candidate."""
+    expected: Prediction
+    """What the bucket is expected to need; the time is that of a step of the whole batch from this bucket."""
+
+
+def make_buckets(problem: Problem, records: Sequence[Record], chosen: Candidate, *, timed: bool = True) -> list[Bucket]:
+    """The buckets of the spec's lengths, each with its fastest candidate that fits.
+
+    All have the setting of the chosen candidate, which cannot change while training.
+    """
+    found: list[Bucket] = []
+    for part in cut(problem.spec.lengths or {problem.spec.steps: 1}):
+        longest = max(part)
+        table = screen(problem, records, with_steps(problem.spec, longest))
+        row = _row(table, chosen, whole=longest == problem.spec.steps)
+        candidate, expected = table.candidates[row], table.expected[row].for_plan(timed=timed)
+        found.append(Bucket(longest=longest, sequences=sum(part.values()), candidate=candidate, expected=expected))
+    return found
+
+
+def _row(table: CandidateTable, chosen: Candidate, *, whole: bool) -> int:
+    """The fastest candidate that fits, exact if there is one; of equally fast ones that with the largest microbatch.
+
+    The longest sequences are run as the chosen candidate says. If nothing fits (the chosen candidate fits only by its
+    own record), it is the smallest.
+    """
+    alike = table.like(chosen, *SETTING, "threads")
+    if whole:
+        alike &= table.like(chosen, "microbatch", "segments", "levels", "recompute", "window")
+    fits = table.fits & alike
+    exact = fits & is_none(table.candidates.window)
+    if not fits.any():
+        return int(np.argmin(np.where(alike, table.expected.safe_bytes, np.inf)))
+    seconds = np.where(exact if exact.any() else fits, table.expected.seconds_per_step, np.inf)
+    return int(np.lexsort((seconds, -table.microbatches, seconds > (1 + ALIKE) * seconds.min()))[0])

@@ -1,0 +1,338 @@
+"""Running a search: one worker per device, within limits. The result is kept, however the search ends.
+
+The cache keeps the records for later searches. It can be deleted at any time: cached records only steer a search, and
+every plan rests on records of its own search.
+"""
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from oomguard._core.errors import MisuseError
+from oomguard._estimate.target import resident_within
+from oomguard._predict.calibration import is_stale
+from oomguard._probe.record import Ledger, Record, torch_version
+from oomguard._probe.runner import Free, Runner
+from oomguard._probe.verdict import Verdict
+from oomguard._search.approach import CONFIRM_SECONDS, Probe, State
+from oomguard._search.propose import propose
+from oomguard._search.space import Problem
+from oomguard._spec.spec import Spec
+
+if TYPE_CHECKING:
+    from oomguard._search.study import TrialStore
+
+MAX_PROBES = 24
+TIMEOUT_SECONDS = 100.0
+"""Seconds of a whole search by default."""
+MEASURE_SECONDS = {False: 1.0, True: 1.5}
+"""Seconds of steps after which a probe begins no further one; more if time decides."""
+START_SECONDS = 45.0
+"""Seconds that the start of a child may take on a busy machine: on a card 17 s were measured."""
+PATIENCE = 6.0
+"""How many times longer than expected a probe may take."""
+RESERVE = 0.45
+"""Share of the whole time that is reserved for confirming."""
+LAST_SECONDS = 4.0
+"""With no more seconds left than this, no further probe begins."""
+POLL_SECONDS = 0.2
+MOST_RECORDS = 40
+"""Records that are read of each file: the last ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits at which a search ends."""
+
+    max_probes: int = MAX_PROBES
+    """Probes in all, those of the interrupted search that is continued included. Probes of other searches in the ledger
+    do not count, though the search learns from them."""
+    seconds: float = TIMEOUT_SECONDS
+    """Seconds from now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a search is."""
+
+    probes: int
+    """Probes done."""
+    running: tuple[Probe, ...]
+    """Probes that are being run."""
+    best: Record | None
+    """The fastest record within the budget, per time step of a sequence."""
+    seconds_left: float
+    """Seconds until the search ends at the latest."""
+    budget_bytes: int
+    """The budget as of now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """The records of a search, and how it ended."""
+
+    problem: Problem
+    """The problem, with the budget and the cached records as they were at the end."""
+    records: tuple[Record, ...]
+    """All records, in the order in which they began."""
+    ended: str
+    """Why the search ended: `done`, `max-probes`, `timeout`, `interrupted`, `estimate` (nothing was run)."""
+    seconds: float
+    """Seconds that the search took, since it was last started."""
+    stale: bool = False
+    """Whether cached records contradicted new ones and were dropped."""
+
+
+class Cache:
+    """The cached records of one device. With `directory` None nothing is kept."""
+
+    def __init__(self, directory: Path | None, title: str) -> None:
+        self.directory, self.title = directory, title
+
+    def read(self, spec: Spec) -> list[Record]:
+        """The records of earlier searches with this cell on this device, with this torch."""
+        if self.directory is None:
+            return []
+        records: list[Record] = []
+        with suppress(OSError):
+            for path in sorted(self.directory.glob(f"{self._stem(spec.cell)}-*.jsonl")):
+                with suppress(OSError, MisuseError):  # a file of another user, perhaps
+                    records += Ledger(path).read()[-MOST_RECORDS:]
+        return [record for record in records if record.torch == torch_version()]
+
+    def add(self, record: Record) -> None:
+        """Keep a record that measured a step. A cache that cannot be written does not end a search."""
+        if self.directory is None or not record.steps:
+            return
+        try:
+            Ledger(self._path(record)).append(record)
+        except (OSError, MisuseError):
+            self.directory = None
+
+    def drop(self, record: Record) -> None:
+        """Delete the stale file that a record belongs to."""
+        if self.directory is not None:
+            with suppress(OSError):
+                self._path(record).unlink(missing_ok=True)
+
+    def _stem(self, cell: str) -> str:
+        return hashlib.sha256(f"{self.title} {torch_version()} {cell}".encode()).hexdigest()[:16]
+
+    def _path(self, record: Record) -> Path:
+        assert self.directory is not None
+        library = (record.library or "unknown").replace(" ", "-").lower()
+        kind = f"{record.engine}-{record.candidate.precision}-{library}"
+        return self.directory / f"{self._stem(record.spec.cell)}-{record.spec.cell}-{kind}.jsonl"
+
+
+@dataclass(kw_only=True)
+class Search:
+    """A search under way."""
+
+    problem: Problem
+    trials: "TrialStore"
+    ledger: Ledger | None
+    cache: Cache
+    limits: Limits
+    progress: Callable[[Progress], None] | None = None
+    records: list[Record] = field(default_factory=list)
+    stale: bool = False
+    ended: str | None = None
+    began: float = field(default_factory=time.monotonic)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    running: dict[str, Probe] = field(default_factory=dict)
+
+    def run(self, devices: Iterable[str]) -> SearchResult:
+        """Work on all devices until the search is done, out of time or interrupted."""
+        with ExitStack() as stack:
+            seconds = MEASURE_SECONDS[self.problem.timed]
+            runners = [stack.enter_context(Runner(name, seconds=seconds)) for name in devices]
+            try:
+                if len(runners) == 1:
+                    self._work(runners[0])
+                else:
+                    self._work_together(runners)
+            except KeyboardInterrupt:
+                self.ended = "interrupted"
+        return SearchResult(
+            problem=self.problem,
+            records=tuple(sorted(self.records, key=lambda record: record.started)),
+            ended=self.ended or "done",
+            seconds=time.monotonic() - self.began,
+            stale=self.stale,
+        )
+
+    def _work_together(self, runners: list[Runner]) -> None:
+        failures: list[BaseException] = []
+
+        def work(runner: Runner) -> None:
+            try:
+                self._work(runner)
+            except BaseException as error:
+                failures.append(error)
+                self.ended = self.ended or "failed"  # the other workers stop
+
+        threads = [threading.Thread(target=work, args=(runner,), daemon=True) for runner in runners]
+        for thread in threads:
+            thread.start()
+        try:
+            while any(thread.is_alive() for thread in threads):
+                time.sleep(POLL_SECONDS)
+        except KeyboardInterrupt:
+            self.ended = "interrupted"
+            for runner in runners:
+                runner.close()
+            for thread in threads:
+                thread.join()
+        if failures:
+            raise failures[0]
+
+    @property
+    def left(self) -> float:
+        """Seconds until the end."""
+        return self.limits.seconds - (time.monotonic() - self.began)
+
+    def _work(self, runner: Runner) -> None:
+        """Choose a probe, run it and store its record, until there is nothing more to do."""
+        while self.ended is None:
+            with self.lock:
+                probe = self._next(runner)
+                if probe is None and not (self.running or self.trials.pending()):  # no worker is running any
+                    return
+                trial = None if probe is None else self.trials.begin(probe, self._patience(probe))
+                if probe is not None:
+                    self.running[runner.device.name] = probe
+            if probe is None or trial is None:
+                time.sleep(POLL_SECONDS)  # a record of another worker may ask for a further probe
+                continue
+            try:
+                self._report()
+                record = self._probe(runner, probe)
+                with self.lock:
+                    if self._interrupted():
+                        self.trials.drop(trial)
+                        return
+                    self._keep(record)
+                    self.trials.end(trial, self.problem.spec, record)
+            except BaseException:
+                self.trials.drop(trial)
+                raise
+            finally:
+                self.running.pop(runner.device.name, None)
+            self._report()
+
+    def _interrupted(self) -> bool:
+        return self.ended == "interrupted"
+
+    def _next(self, runner: Runner) -> Probe | None:
+        """The next probe within what is free now. If a limit is reached there is none, and `ended` says why."""
+        stored = self._refresh()
+        if stored >= self.limits.max_probes:
+            self.ended = "max-probes"
+        elif self.left <= LAST_SECONDS:
+            self.ended = "timeout"
+        if self.ended is not None:
+            return None
+        free_bytes = usable_bytes(runner.free())
+        if free_bytes < self.problem.budget_bytes:  # another process has taken some: plan for what is left
+            self.problem = replace(self.problem, budget_bytes=free_bytes)
+        reserve = min(RESERVE * self.limits.seconds, 1.2 * CONFIRM_SECONDS)
+        state = State(
+            problem=self.problem,
+            records=self.records,
+            pending=[*self.running.values(), *self.trials.pending()],
+            explore=self.left > reserve,
+            confirm_seconds=max(1.0, min(CONFIRM_SECONDS, 0.7 * self.left)),
+        )
+        return propose(state)
+
+    def _refresh(self) -> int:
+        """Add the records of other machines, fail the trials of those that are gone, and count all stored records."""
+        self.trials.recover()
+        stored, known = self.trials.records(), {(record.started, record.candidate) for record in self.records}
+        self.records += measured_on(
+            self.cache.title, (record for record in stored if (record.started, record.candidate) not in known)
+        )
+        return len(stored)
+
+    def _patience(self, probe: Probe) -> float:
+        """Seconds that a probe may take: several times what is expected, but not beyond the end of the search."""
+        patience = PATIENCE if probe.role != "confirm" else PATIENCE / 2  # its time is well known by then
+        seconds = MEASURE_SECONDS[self.problem.timed] + probe.passes * probe.seconds_per_pass
+        return min(START_SECONDS + patience * seconds, max(LAST_SECONDS, self.left))
+
+    def _probe(self, runner: Runner, probe: Probe) -> Record:
+        return runner.probe(
+            probe.spec,
+            probe.candidate,
+            budget_bytes=self.problem.budget_bytes,  # at most what was free when the probe was chosen
+            timeout=self._patience(probe),
+            steps=probe.steps,
+            passes=probe.passes,
+        )
+
+    def _keep(self, record: Record) -> None:
+        """Store a record: on the disk first, so that it is not lost."""
+        if self.ledger is not None:
+            self.ledger.append(record)
+        self.records.append(record)
+        cached = current(self.problem.cached, record)
+        if is_stale(cached, record, self.problem.target):
+            self.stale, cached = True, [other for other in cached if other.engine != record.engine]
+            self.cache.drop(record)
+        self.problem = replace(self.problem, cached=tuple(cached))
+        self.cache.add(record)
+
+    def _report(self) -> None:
+        """Tell the caller how far the search is."""
+        if self.progress is None:
+            return
+        ran = [record for record in self.records if record.verdict.ran and record.tokens_per_second is not None]
+        self.progress(
+            Progress(
+                probes=len(self.records),
+                running=tuple(self.running.values()),
+                best=max(ran, key=lambda record: record.tokens_per_second or 0.0, default=None),
+                seconds_left=max(0.0, self.left),
+                budget_bytes=self.problem.budget_bytes,
+            )
+        )
+
+
+def usable_bytes(free: Free) -> int:
+    """The free bytes that a training process may use, in the unit of estimates."""
+    if free.committed_bytes is None:
+        return free.device_bytes
+    return min(free.device_bytes, resident_within(free.committed_bytes))
+
+
+def measured_on(title: str, records: Iterable[Record]) -> list[Record]:
+    """The records that were measured on a device of that name, with this torch."""
+    return [record for record in records if record.title == title and record.torch == torch_version()]
+
+
+def count_ooms(records: Iterable[Record]) -> int:
+    """The number of records that ran out of memory."""
+    return sum(record.verdict in (Verdict.OOM, Verdict.KILLED) for record in records)
+
+
+def user_directory() -> Path | None:
+    """The directory of the cache; None if OOMGUARD_CACHE is empty, which turns the cache off."""
+    own, base = os.environ.get("OOMGUARD_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    if own is not None:
+        return Path(own) if own else None
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "oomguard" / "calibrations"
+    except RuntimeError:  # there is no home
+        return None
+
+
+def current(cached: Iterable[Record], record: Record) -> list[Record]:
+    """The cached records that were measured with the library of a new record, or with another engine."""
+    return [other for other in cached if other.library == record.library or other.engine != record.engine]

@@ -1,0 +1,269 @@
+"""The space: all candidates that a search may choose from, as arrays.
+
+A candidate is a setting (engine, precision, threads, ...: a few of each) and a shape (microbatch and segments: grids
+fine enough to lose no more than a few percent). Knobs that the user fixed have one value.
+"""
+
+import importlib.util
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oomguard._core.errors import MisuseError, check_choice, flag, nearest, shown
+from oomguard._estimate import terms
+from oomguard._estimate.target import Target
+from oomguard._probe.record import Record
+from oomguard._spec.candidate import KNOBS, Candidates, serve
+from oomguard._spec.spec import Spec
+
+AIMS = ("throughput", "microbatch", "seq")
+"""What `--maximize` takes."""
+ALLOW_WORDS = {name: knob.role.lossy for name, knob in KNOBS.items() if knob.role.lossy is not None}
+"""The lossy knobs, each with the word by which `--allow` takes it."""
+ALLOWED = tuple(ALLOW_WORDS.values())
+LEVELS_FROM = {1: 1, 2: 256, 3: 16_384}
+"""The number of segments from which on each number of levels is worth its time."""
+MOST_ROWS = 96
+"""Microbatches in a grid, at most, if the aim is speed."""
+FINE = 1.008
+"""The ratio of neighbouring microbatches, if the aim is the largest."""
+SHARE = 0.02
+"""From this share of the budget on, a term is worth a knob of its own."""
+HEAP_FOR = {"native": "pooled", "onednn": "roomy"}
+"""CPU: beside `steady`, the allocator setting with which an engine is fastest. PyTorch's own kernels allocate a few
+blocks at every step and are fastest in a heap that keeps them. oneDNN's blocks hold a whole segment, and it is faster
+if the heap keeps those too (LSTM 128, T = 400, 2 threads: 63 ms a step in chunks, and 106 with glibc's moving
+thresholds), though its peaks then vary. Vanilla RNNs have `steady` alone: elsewhere they creep up by a third. `plain`
+is not tried: it is neither fast nor repeatable, since its thresholds depend on what the process freed before."""
+SHORTEST_PIECE, SHORTEST_WINDOW = 8, 32
+"""Steps of a segment and of a window: shorter ones take more time than they save memory."""
+SHAPE_KNOBS = ("segments", "recompute", "levels", "window")
+
+Shape = tuple[int, bool, int, int | None]
+"""The values of `SHAPE_KNOBS`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What the device offers and the user permits."""
+
+    precisions: tuple[str, ...] = ("fp32",)
+    """The precisions that the device's hardware computes in."""
+    cores: int = 1
+    """Processors that this process may use."""
+    expandable: bool = False
+    """CUDA: whether expandable segments may be tried."""
+    allow: tuple[str, ...] = ()
+    """The lossy knobs that may be turned, as `--allow` takes them."""
+    fixed: dict[str, Any] = field(default_factory=dict)
+    """Knobs that the user fixed, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """All candidates that a search may choose from."""
+
+    settings: tuple[dict[str, Any], ...]
+    """Combinations of the knobs that are names, switches or threads; the first is PyTorch's default."""
+    choices: Choices = field(default_factory=Choices)
+    """What the space was made from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What a search is to solve."""
+
+    spec: Spec
+    target: Target
+    space: Space
+    budget_bytes: int
+    """Bytes that the training process may use on the device."""
+    host_bytes: int | None = None
+    """On a card: bytes that it may use of the host's memory; None if that is not known."""
+    cached: tuple[Record, ...] = ()
+    """Records of earlier searches for models with the same cell on this device."""
+    maximize: tuple[str, ...] = ("throughput",)
+    """The aims: the first decides on the plan, the others add points to the front."""
+
+    @property
+    def finest(self) -> bool:
+        """Whether every microbatch is a candidate, not only those that divide the batch well."""
+        return "microbatch" in self.maximize
+
+    @property
+    def timed(self) -> bool:
+        """Whether the time of a step decides on what is best."""
+        return "throughput" in self.maximize
+
+
+def make_space(spec: Spec, target: Target, budget_bytes: int, choices: Choices) -> Space:
+    """The space of a spec on a device."""
+    check_allow(choices.allow)
+    fixed, allow = choices.fixed, choices.allow
+    values: dict[str, tuple[Any, ...]] = {
+        "engine": _engines(spec, target),
+        "precision": _precisions(choices.precisions) if "precision" in allow else ("fp32",),
+        "threads": (None,) if target.cuda else _threads(choices.cores),
+        "allocator": _allocators(spec, target, expandable=choices.expandable),
+    }
+    weights_bytes = terms.weights_bytes(spec)
+    worth = {
+        "offload": target.cuda and 2 * weights_bytes > SHARE * budget_bytes,
+        "update": weights_bytes > SHARE * budget_bytes,
+        "keep": target.cuda and spec.steps * spec.batch * spec.inputs > SHARE * budget_bytes,
+        "state_8bit": importlib.util.find_spec("bitsandbytes") is not None,
+    }
+    for name in dict.fromkeys([*worth, *KNOBS]):
+        role = KNOBS[name].role
+        if role.tries and worth.get(name, True) and (role.lossy is None or role.lossy in allow):
+            values[name] = role.tries
+    values |= {name: (value,) for name, value in fixed.items() if KNOBS[name].role.group != "shape"}
+    settings = [dict(zip(values, combination, strict=True)) for combination in itertools.product(*values.values())]
+    if not target.cuda and "allocator" not in fixed:
+        settings = [
+            setting for setting in settings if setting["allocator"] in ("steady", HEAP_FOR.get(setting["engine"]))
+        ]
+    return Space(settings=tuple(settings), choices=choices)
+
+
+def check_maximize(maximize: tuple[str, ...]) -> None:
+    """Raise unless these are aims, each once."""
+    for name in maximize:
+        check_choice("maximize", name, AIMS)
+    if not maximize or len({*maximize}) < len(maximize):
+        raise MisuseError(
+            rule="--maximize takes one aim or several different ones",
+            got=f"got {shown(','.join(maximize))}",
+            advice="Write it as throughput or throughput,seq.",
+        )
+
+
+def check_allow(allow: tuple[str, ...]) -> None:
+    """Raise unless these are words that `--allow` takes."""
+    for name in allow:
+        if name not in ALLOWED:
+            raise MisuseError(
+                rule=f"--allow takes {', '.join(ALLOWED)}, or none",
+                got=f"got {shown(name)}",
+                advice=nearest(name, [*ALLOWED, "none"]),
+            )
+
+
+def check_fixed(fixed: dict[str, Any], allow: tuple[str, ...]) -> None:
+    """Raise if a lossy knob is fixed to a lossy value that is not allowed."""
+    for name, value in fixed.items():
+        word = ALLOW_WORDS.get(name)
+        if word is not None and value != KNOBS[name].field.default and word not in allow:
+            raise MisuseError(
+                rule="A lossy knob is turned only if it is allowed",
+                got=f"got {flag(name)} and not --allow {word}",
+                advice=f"Add {word} to --allow, or leave it out.",
+            )
+
+
+def _engines(spec: Spec, target: Target) -> tuple[str, ...]:
+    if target.cuda:  # PyTorch's own kernels keep several times as much there: only if the user fixes them
+        return ("cudnn",)
+    return ("onednn", "native") if spec.cell == "lstm" and spec.projection is None else ("native",)
+
+
+def _allocators(spec: Spec, target: Target, *, expandable: bool) -> tuple[str, ...]:
+    """The allocator settings of all engines; on the CPU the first serves every engine."""
+    if target.cuda:
+        return ("plain", "expandable") if expandable else ("plain",)
+    return ("steady",) if spec.cell == "rnn" else ("steady", *HEAP_FOR.values())
+
+
+def _precisions(own: tuple[str, ...]) -> tuple[str, ...]:
+    """fp32 and one half precision: bf16 if the device has it, since it needs no scaling of the loss."""
+    half = [name for name in ("bf16", "fp16") if name in own]
+    return ("fp32", *half[:1])
+
+
+def _threads(cores: int) -> tuple[int, ...]:
+    """All cores, one core, and half of the cores if there are at least 8."""
+    return tuple(dict.fromkeys([cores, *([cores // 2] if cores >= 8 else []), 1]))
+
+
+def microbatches(batch: int, *, finest: bool = False) -> list[int]:
+    """Sizes worth trying. For speed, of the sizes that take equally many passes only the smallest: it pads least.
+
+    >>> microbatches(32)
+    [1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 32]
+    """
+    if finest:
+        count = math.ceil(math.log(batch) / math.log(FINE)) if batch > 1 else 0
+        return sorted({min(batch, math.floor(FINE**power)) for power in range(count + 1)} | {batch})
+    some = range(1, batch + 1) if batch <= 4096 else {round(FINE**power) for power in range(2500)} & {*range(1, batch)}
+    sizes = sorted({-(-batch // -(-batch // size)) for size in some} | {batch})
+    if len(sizes) <= MOST_ROWS:
+        return sizes
+    picked = np.unique(np.round(np.geomspace(1, len(sizes), MOST_ROWS)).astype(int) - 1)
+    return [sizes[index] for index in picked] + ([] if sizes[picked[-1]] == batch else [batch])
+
+
+def segment_counts(steps: int) -> list[int]:
+    """Numbers of segments worth trying: each about a fifth more than the last up to 64, and by half from there.
+
+    >>> segment_counts(80)
+    [2, 3, 4, 5, 6, 7, 8, 10]
+    """
+    powers = [*(power / 4 for power in range(4, 25)), *(6 + power / 2 for power in range(1, 60))]
+    most = max(2, steps // SHORTEST_PIECE)
+    counts = {min(most, round(2**power)) for power in powers}
+    return sorted(count for count in counts if 2 <= count <= steps)
+
+
+def shapes(spec: Spec, space: Space) -> list[Shape]:
+    """The ways of going through a sequence: whole, in segments, in chunks, in windows."""
+    # lengths that the user fixed for long sequences are cut to the short ones of a bucket
+    fixed = {
+        name: min(value, spec.steps) if name in ("segments", "window") and value is not None else value
+        for name, value in space.choices.fixed.items()
+    }
+    one_way, windows = not spec.bidirectional, "window" in space.choices.allow
+    ways: list[Shape] = [(1, True, 1, None)]
+    for count in segment_counts(spec.steps):
+        levels = [number for number, least in LEVELS_FROM.items() if count >= least and (number == 1 or one_way)]
+        ways += [(count, True, number, None) for number in levels]
+    if one_way:
+        ways += [(4**power, False, 1, None) for power in range(1, 15) if 4**power <= spec.steps // 8]
+    if one_way and windows:
+        ways += [(1, True, 1, 2**n) for n in range(5, 31) if SHORTEST_WINDOW <= 2**n < spec.steps]
+    own: Shape = (fixed.get("segments", 1), fixed.get("recompute", True), fixed.get("levels", 1), fixed.get("window"))
+    asked = [(index, fixed[name]) for index, name in enumerate(SHAPE_KNOBS) if name in fixed]
+    return [way for way in ways if all(way[index] == value for index, value in asked)] or [own]
+
+
+def grid(spec: Spec, space: Space, *, finest: bool = False) -> Candidates:
+    """All candidates of the space, as arrays."""
+    ways, fixed = shapes(spec, space), space.choices.fixed
+    rows = [fixed["microbatch"]] if "microbatch" in fixed else microbatches(spec.batch, finest=finest)
+    index = np.indices((len(space.settings), len(ways), len(rows))).reshape(3, -1)
+    columns: dict[str, Any] = {"microbatch": np.array(rows)[index[2]]}
+    for place, name in enumerate(SHAPE_KNOBS):
+        columns[name] = _column([way[place] for way in ways], index[1])
+    for name in space.settings[0]:
+        columns[name] = _column([setting[name] for setting in space.settings], index[0])
+    return serve(spec, Candidates(**columns))
+
+
+def _column(values: list[Any], index: NDArray[np.int64]) -> Any:
+    """One value for all candidates, or an array with one for each."""
+    if all(value == values[0] for value in values):
+        return values[0]
+    array = np.array(values, dtype=object) if None in values else np.array(values)
+    return array[index]
+
+
+def lossy(candidates: Candidates) -> NDArray[np.bool_]:
+    """Where a lossy knob other than precision is turned: chosen only if nothing else fits."""
+    rows = np.zeros(len(candidates), dtype=bool)
+    for name in ALLOW_WORDS:
+        if name != "precision":
+            rows |= np.asarray(getattr(candidates, name) != KNOBS[name].field.default)
+    return rows

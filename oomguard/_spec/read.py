@@ -1,0 +1,113 @@
+"""Read specs and candidates from presets, TOML files, flags and the arguments of public functions."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from oomguard._core.errors import MisuseError, check_choice, check_names, shown
+from oomguard._spec.candidate import KNOBS, Candidate, Candidates, check_candidate, make_candidate, serve
+from oomguard._spec.spec import Spec
+
+MAX_FILE_BYTES = 1 << 24
+"""Largest spec file, enough for a histogram of a million lengths. Without a limit, /dev/zero would fill the memory."""
+
+PRESETS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
+"""Ready-made specs by name: a `description`, and the fields of the `spec`."""
+
+
+def preset_fields(name: str) -> dict[str, Any]:
+    """The fields of a preset.
+
+    >>> preset_fields("char-lm")["vocab"]
+    256
+    """
+    check_choice("preset", name, PRESETS)
+    return {**PRESETS[name]["spec"]}
+
+
+def make_spec(fields: dict[str, Any]) -> Spec:
+    """A spec from a mapping, as it comes from TOML, JSON or flags.
+
+    >>> make_spec({"cell": "gru", "seq": 100, "lengths": {"50": 3, "100": 1}}).lengths
+    {50: 3, 100: 1}
+    """
+    check_names("field of a spec:", fields, Spec.__struct_fields__)
+    if "cell" not in fields:
+        raise MisuseError(
+            rule="A spec needs a cell",
+            got="it has none",
+            advice='Add cell = "lstm" (or "gru", "rnn") to the file, or --model lstm to the command.',
+        )
+    lengths = fields.get("lengths")
+    if isinstance(lengths, dict):  # keys in TOML and JSON are text; one that is no number of 18 digits is refused later
+        is_number = re.compile(r"\d{1,18}", re.ASCII).fullmatch
+        numbers = (int(key) if isinstance(key, str) and is_number(key) else key for key in lengths)
+        fields = fields | {"lengths": dict(zip(numbers, lengths.values(), strict=True))}
+    return Spec(**fields)
+
+
+def load_fields(path: Path) -> dict[str, Any]:
+    """The fields of a spec in a TOML file, for `make_spec`."""
+    rule = f"A spec file must be readable TOML, such as {path.stem or 'spec'}.toml"
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: no file can have such a name
+        got = f"{shown(str(path))} cannot be read ({getattr(error, 'strerror', None) or error})"
+        raise MisuseError(rule=rule, got=got, advice="Check the path and the permissions.") from None
+    if len(content) > MAX_FILE_BYTES:
+        raise MisuseError(rule=rule, got=f"{path} is larger than 16 MiB", advice="Give a spec, not data.")
+    try:
+        fields = tomllib.loads(content.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        raise MisuseError(rule=rule, got=f"{path} is binary", advice="Give a text file.") from None
+    except (ValueError, RecursionError) as error:  # wrong syntax, a number that is too long, or too many brackets
+        raise MisuseError(rule=rule, got=f"{path} is not ({error})", advice="Correct that line.") from None
+    if not fields:
+        raise MisuseError(rule=rule, got=f"{path} is empty", advice='Write at least cell = "lstm" and seq = 10000.')
+    return fields
+
+
+def read_spec(spec: Spec | None, fields: dict[str, Any]) -> Spec:
+    """A spec, given as such or by its fields.
+
+    >>> read_spec(None, {"cell": "gru", "seq": 9}).seq
+    9
+    """
+    check_names("argument", fields, [*Spec.__struct_fields__, *KNOBS])
+    if spec is None:
+        return make_spec(fields)
+    if not isinstance(spec, Spec) or fields:
+        raise MisuseError(
+            rule="The model is given either as a Spec or by the fields of one",
+            got=f"got {type(spec).__name__}" + (f" and {', '.join(fields)}" if fields else ""),
+            advice="Leave one of the two out.",
+        )
+    return spec
+
+
+def read_candidate(
+    spec: Spec, candidate: Candidate | Candidates | None, knobs: dict[str, Any]
+) -> Candidate | Candidates:
+    """One candidate or several, given as such or by knobs (arrays mean several). By default the batch is one pass.
+
+    >>> read_candidate(Spec(cell="gru", seq=9, batch=4), None, {"microbatch": 2}).accumulation
+    2
+    """
+    if candidate is None:
+        if any(isinstance(value, np.ndarray | list | tuple) for value in knobs.values()):
+            return serve(spec, Candidates(**{"microbatch": spec.batch} | knobs))
+        return make_candidate(spec, **knobs)
+    if not isinstance(candidate, Candidate | Candidates) or knobs:
+        raise MisuseError(
+            rule="The candidate is given either as a Candidate, as Candidates or by knobs",
+            got=f"got {type(candidate).__name__}" + (f" and {', '.join(knobs)}" if knobs else ""),
+            advice="Leave one of them out.",
+        )
+    if isinstance(candidate, Candidates):
+        return serve(spec, candidate)
+    check_candidate(spec, candidate)
+    return candidate

@@ -1,0 +1,226 @@
+"""One optimizer update: the same code in probes and in training."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils import get_total_norm
+from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, RMSprop
+
+from oomguard._core.errors import MisuseError
+from oomguard._rnn import Microbatch, backward
+from oomguard._rnn.model import Recurrent, build, trainable
+from oomguard._spec.candidate import Candidate
+from oomguard._spec.spec import Spec
+
+Chooser = Callable[[Microbatch], Candidate]
+"""Chooses the candidate that runs a microbatch."""
+Run = Callable[[Optimizer], None]
+"""Replaces an optimizer's `step`."""
+_PLAIN: dict[str, Callable[..., Optimizer]] = {"adam": Adam, "adamw": AdamW, "rmsprop": RMSprop, "adagrad": Adagrad}
+_IN_8_BITS = {"adam": "Adam8bit", "adamw": "AdamW8bit", "sgd-momentum": "SGD8bit", "rmsprop": "RMSprop8bit"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """The state that an update changes, and the candidate that runs it."""
+
+    model: Recurrent
+    """The model, on the device that trains it."""
+    candidate: Candidate
+    """The knobs of an update."""
+    optimizer: Optimizer
+    """The optimizer of the trained parameters."""
+    scaler: GradScaler | None = None
+    """The scaler of the loss, for fp16."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The result of an update."""
+
+    loss: Tensor
+    """The mean loss over the real targets (several outputs are summed), on the model's device."""
+    skipped: bool = False
+    """Whether fp16 gradients overflowed, so that no weight changed and the scale was lowered."""
+    norm: Tensor | None = None
+    """The gradient's norm before clipping; None without clipping."""
+
+
+def prepare(spec: Spec, candidate: Candidate, device: str = "cpu", lr: float = 1e-3) -> Training:
+    """Make a new model with its optimizer, on a device.
+
+    >>> spec = Spec(cell="gru", seq=5, features=3, hidden=4, batch=2)
+    >>> training = prepare(spec, Candidate(microbatch=2))
+    >>> step(training, [Microbatch(torch.randn(5, 2, 3), torch.randn(5, 2, 1))], targets=10).skipped
+    False
+    """
+    model = build(spec).to(device)
+    scaler = GradScaler(torch.device(device).type) if candidate.precision == "fp16" else None
+    return Training(model=model, candidate=candidate, optimizer=make_optimizer(model, candidate, lr), scaler=scaler)
+
+
+def make_optimizer(model: Recurrent, candidate: Candidate, lr: float = 1e-3) -> Optimizer:
+    """Make the spec's optimizer for the trained parameters, as the candidate runs it."""
+    name = model.spec.optimizer
+    parameters = trainable(model)
+    if name == "adam8bit" or candidate.state_8bit:
+        return _in_8_bits("adam" if name == "adam8bit" else name, parameters, lr)
+    foreach = candidate.update == "foreach"
+    how = {"fused": True} if candidate.update == "fused" else {"foreach": foreach}
+    if name in ("sgd", "sgd-momentum"):
+        return SGD(parameters, lr=lr, momentum=0.9 if name == "sgd-momentum" else 0.0, **how)
+    if name == "adafactor":
+        return Adafactor(parameters, lr=lr, foreach=foreach)
+    if name == "rmsprop" and candidate.update == "fused":
+        how = {"foreach": True}  # PyTorch has no fused one
+    return _PLAIN[name](parameters, lr=lr, **how)
+
+
+def _in_8_bits(name: str, parameters: list[Any], lr: float) -> Optimizer:
+    """Make an optimizer of bitsandbytes, which is not installed with oomguard."""
+    try:
+        from bitsandbytes import optim  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise MisuseError(
+            rule="An optimizer state in 8 bits needs the package bitsandbytes",
+            got=f"it could not be imported ({error})",
+            advice="Install bitsandbytes, or leave --state-8bit and --optimizer adam8bit out.",
+        ) from None
+    if name not in _IN_8_BITS:
+        raise MisuseError(
+            rule=f"In 8 bits there are {', '.join(_IN_8_BITS)}",
+            got=f"got --optimizer {name}",
+            advice="Take one of these, or leave --state-8bit out.",
+        )
+    momentum = {"momentum": 0.9} if name == "sgd-momentum" else {}
+    optimizer: Optimizer = getattr(optim, _IN_8_BITS[name])(parameters, lr=lr, **momentum)
+    return optimizer
+
+
+def step(training: Training, microbatches: Iterable[Microbatch], targets: int, clip: float | None = None) -> Outcome:
+    """Accumulate the gradient of all microbatches, then update once.
+
+    `targets` is the number of real targets in the whole batch (`count_targets`), so that unequal microbatches have
+    the right weights. `clip` is the largest norm of the whole batch's gradient.
+    """
+    with no_gradient_left(training):
+        loss = accumulate(training, microbatches, targets)
+        return update(training, loss, clip)
+
+
+def accumulate(
+    training: Training, microbatches: Iterable[Microbatch], targets: int, how: Chooser | None = None
+) -> Tensor:
+    """Add the gradients of all microbatches to the present ones; return the loss.
+
+    `how` chooses a candidate for each microbatch (length buckets); without it, the training's candidate runs all.
+    """
+    scale, total = 1.0 / max(1, targets), None
+    weight: float | Tensor = scale
+    if training.scaler is not None:
+        weight = training.scaler.scale(torch.tensor(scale, device=training.model.device))
+    for batch in microbatches:
+        loss = backward(training.model, batch, training.candidate if how is None else how(batch), weight)
+        total = loss if total is None else total + loss
+        del batch  # free this microbatch before the next one is made
+    if total is None:
+        raise MisuseError(
+            rule="A batch has at least one microbatch", got="got none", advice="Leave out the step of an empty batch."
+        )
+    return total * scale
+
+
+@contextmanager
+def no_gradient_left(training: Training) -> Iterator[None]:
+    """Clear all gradients after an update, whether it succeeds or fails."""
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        training.optimizer.zero_grad(set_to_none=True)
+        if not done and training.scaler is not None:
+            training.scaler.update(training.scaler.get_scale())
+
+
+def update(training: Training, loss: Tensor, clip: float | None = None, run: Run | None = None) -> Outcome:
+    """Clip the gradient of the whole batch, and update the weights unless fp16 overflowed.
+
+    `run` is called with the optimizer instead of its `step`: the guard handles failures in it.
+    """
+    optimizer: Any = training.optimizer
+    if run is not None:
+        optimizer = _Run(optimizer, run)
+    elif training.candidate.offload:
+        optimizer = Offloaded(optimizer)
+    scaler, norm = training.scaler, None
+    if scaler is not None:
+        scaler.unscale_(optimizer)
+    if clip is not None:
+        norm = _clip(trainable(training.model), clip)
+    if scaler is None:
+        optimizer.step()
+        return Outcome(loss=loss, norm=norm)
+    before = scaler.get_scale()
+    scaler.step(optimizer)
+    scaler.update()
+    return Outcome(loss=loss, skipped=scaler.get_scale() < before, norm=norm)
+
+
+def _clip(parameters: list[torch.nn.Parameter], most: float) -> Tensor:
+    """Scale all gradients, sparse ones too, to a joint norm of at most `most`; return the norm before."""
+    gradients = []
+    for p in parameters:
+        if p.grad is not None:
+            p.grad = p.grad.coalesce() if p.grad.is_sparse else p.grad
+            gradients.append(p.grad._values() if p.grad.is_sparse else p.grad)
+    norm = get_total_norm(gradients)
+    for gradient in gradients:
+        gradient.mul_((most / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+class _Run:
+    """An optimizer whose step is replaced by a function."""
+
+    def __init__(self, optimizer: Optimizer, run: Run) -> None:
+        self.optimizer, self.run = optimizer, run
+        self.param_groups = optimizer.param_groups  # GradScaler reads it
+
+    def step(self) -> None:
+        self.run(self.optimizer)
+
+
+class Offloaded:
+    """An optimizer whose state lives in host memory and is copied to the card for one parameter at a time.
+
+    PyTorch's optimizers skip parameters without a gradient, so each parameter gets its gradient in turn.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups  # GradScaler reads it
+
+    def step(self) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [p.grad for p in parameters]
+        for p in parameters:
+            p.grad = None
+        for p, gradient in zip(parameters, gradients, strict=True):
+            p.grad = gradient
+            _move(self.optimizer.state[p], p.device)
+            self.optimizer.step()
+            _move(self.optimizer.state[p], torch.device("cpu"))
+            p.grad = None
+
+
+def _move(state: dict[str, Any], device: torch.device) -> None:
+    """Move the tensors of one parameter's state; the step counter stays on the CPU, where the optimizer put it."""
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.dim():
+            state[name] = value.to(device)

@@ -1,0 +1,110 @@
+"""The trainer: runs a plan on data under the guard. It can be killed at any moment and resumed.
+
+Here are its options. `start.py` prepares a training, `loop.py` runs it, `checkpoint.py` and `tensors.py` save it,
+`metrics.py` logs it, `ranks.py` connects several processes, `evaluate.py` validates and predicts.
+"""
+
+import math
+from contextlib import suppress
+from typing import Annotated, Literal
+
+import msgspec
+
+from oomguard._core.errors import Bounds, MisuseError, check_fields, flag, shown
+from oomguard._core.units import parse_seconds
+
+Schedule = Literal["constant", "cosine", "linear", "step"]
+_COUNT = Bounds(1, 10**15)
+
+
+class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a plan is trained.
+
+    >>> TrainOptions(steps=500, schedule="cosine", warmup=50).save_seconds
+    600.0
+    """
+
+    run: str | None = None
+    """Directory of checkpoints, metrics and events; None: runs/ and the model's name."""
+    resume: bool = False
+    """Continue from the newest checkpoint in the directory; without one, start anew."""
+    epochs: Annotated[int | None, _COUNT] = None
+    """Passes over the data; None: one, or as many as `steps` needs."""
+    steps: Annotated[int | None, _COUNT] = None
+    """Optimizer steps; None: as many as the epochs have."""
+    lr: float = 1e-3
+    """Highest learning rate."""
+    schedule: Schedule = "constant"
+    """How the learning rate falls: not at all, along a cosine or a straight line to 0 at the last step, or in steps."""
+    warmup: Annotated[int, Bounds(0, 10**15)] = 0
+    """Optimizer steps over which the learning rate rises to `lr` in a straight line."""
+    decay_every: Annotated[int | None, _COUNT] = None
+    """With schedule `step`: optimizer steps between two falls; None: a third of all."""
+    decay: float = 0.1
+    """With schedule `step`: factor of each fall."""
+    clip: float | None = None
+    """Largest norm of the gradient; None: no clipping."""
+    patience: Annotated[int | None, _COUNT] = None
+    """Stop after this many validations without a new best; None: never."""
+    validate_every: Annotated[int | None, _COUNT] = None
+    """Optimizer steps between two validations; None: validate after each epoch."""
+    save_every: str = "10min"
+    """Interval between two checkpoints: optimizer steps, or a duration such as 10min."""
+    keep: Annotated[int, _COUNT] = 3
+    """Number of checkpoints to keep."""
+    log_every: Annotated[int, _COUNT] = 1
+    """Optimizer steps between two rows of the metrics."""
+    tensorboard: bool = False
+    """Write event files for TensorBoard as well as the CSV."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("lr", "decay", "clip"):
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not (is_number and 0 < value < math.inf) and not (name == "clip" and value is None):
+                raise MisuseError(
+                    rule=f"{flag(name)} must be a number above 0",
+                    got=f"got {shown(value)}",
+                    advice="Write it as 0.001.",
+                )
+        if self.save_steps == self.save_seconds == math.inf:
+            raise MisuseError(
+                rule="--save-every must be a number of steps or a duration",
+                got=f"got {shown(self.save_every)}",
+                advice="Write it as 500 or 10min.",
+            )
+
+    @property
+    def save_steps(self) -> float:
+        """Optimizer steps between two checkpoints; infinite if `save_every` is a duration."""
+        text = str(self.save_every)
+        return int(text) if text.isdecimal() and 0 < int(text) <= _COUNT.high else math.inf
+
+    @property
+    def save_seconds(self) -> float:
+        """Seconds between two checkpoints; infinite if `save_every` is a number of steps."""
+        with suppress(MisuseError):
+            return math.inf if str(self.save_every).isdecimal() else parse_seconds(str(self.save_every))
+        return math.inf
+
+    def total_steps(self, per_epoch: int) -> int:
+        """Optimizer steps in all, given those of one epoch."""
+        if self.steps is not None and self.epochs is not None:
+            return min(self.steps, self.epochs * per_epoch)
+        return self.steps if self.steps is not None else (self.epochs or 1) * per_epoch
+
+
+def learning_rate(options: TrainOptions, step: int, total: int) -> float:
+    """The learning rate of a step, counted from 0. It depends on nothing else, so a resume needs no scheduler state."""
+    if step < options.warmup:
+        return options.lr * (step + 1) / options.warmup
+    done = min(1.0, (step - options.warmup) / max(1, total - options.warmup))
+    if options.schedule == "cosine":
+        return options.lr * (1 + math.cos(math.pi * done)) / 2
+    if options.schedule == "linear":
+        return options.lr * (1 - done)
+    if options.schedule == "step":
+        every = options.decay_every or max(1, -(-total // 3))
+        return options.lr * options.decay ** (step // every)
+    return options.lr

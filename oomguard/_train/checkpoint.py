@@ -1,0 +1,292 @@
+"""Checkpoints: directories from which a training continues bit for bit, whatever stopped it.
+
+- `save` writes a directory under a temporary name and renames it once it is on the disk. A kill at any moment leaves
+  the old checkpoints, or the old and the new one, each of them complete. The last few are kept.
+- `load` finds the newest checkpoint whose checksums agree, and warns about each one it skips.
+- `restore` gives weights, optimizer, scaler and random numbers back to a training; `load_weights` gives only the
+  weights to a model, which `build_model` builds again from the name of its function.
+
+Nothing is pickled: tensors are in a safetensors file, the rest is JSON.
+"""
+
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from oomguard._core.errors import MisuseError, flag, shown
+from oomguard._core.system import file_errors, sync_directory
+from oomguard._core.units import format_bytes
+from oomguard._data.options import DataOptions
+from oomguard._data.order import Position
+from oomguard._data.values import Normaliser
+from oomguard._guard.ladder import LadderPosition
+from oomguard._rnn.model import Recurrent, build
+from oomguard._spec.candidate import Candidate
+from oomguard._spec.spec import Spec
+from oomguard._step import Training
+from oomguard._train.tensors import (
+    Checksum,
+    OptimizerState,
+    TensorFile,
+    checksum_of,
+    collect_state,
+    file_pieces,
+    put_state,
+    put_weights,
+    weights,
+    write_file,
+)
+
+Model = Callable[[Spec], Recurrent] | str | None
+"""A function from a spec to a model, or its name package.module:function; None: the model that the spec describes."""
+CHECKPOINTS, BEST = "checkpoints", "best"
+"""Names in the directory of a run."""
+VERSION = 1
+"""Version of the format. Others are not read."""
+TENSORS, FACTS, CHECKSUMS = "tensors.safetensors", "facts.json", "checksums.json"
+"""Files of a checkpoint."""
+_UNFINISHED = ".unfinished-"
+"""Prefix of directories that are being written or removed. The next save removes what a kill left."""
+_NAME = re.compile(r"step-\d{8,}-save-\d{4,}")
+_RULE = "Checkpoints need a readable and writable directory"
+_NOT_IN_WEIGHTS = ("seq", "lengths", "batch", "optimizer", "loss", "packed", "batch_first", "sparse_embedding")
+"""Fields of a spec that do not affect the shape of the weights."""
+
+
+class TrainState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How far a training is, besides its weights, optimizer and random numbers.
+
+    Names in the file differ from those here where renaming them would break runs of earlier versions.
+    """
+
+    step: int = 0
+    """Optimizer steps made."""
+    position: Position = Position()
+    """Position in the data."""
+    ladder: LadderPosition = msgspec.field(name="standing", default=LadderPosition())
+    """Rung of the plan. A resumed run continues there, since other microbatches round sums differently."""
+    loss: float | None = None
+    """Loss of the last step."""
+    best: float | None = None
+    """Lowest validation loss."""
+    worse: int = 0
+    """Validations since the lowest."""
+    data: dict[str, Any] = {}
+    """The training data, as its source describes itself."""
+    data_options: DataOptions = DataOptions()
+    """How the data was read."""
+    normaliser: Normaliser | None = None
+    """How numbers were scaled; None: not at all."""
+    model: str | None = None
+    """The function that built the model, as package.module:function; None: the spec's own model."""
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A complete checkpoint, as `facts.json` has it. Its tensors are still in its directory."""
+
+    version: int
+    """Version of the format."""
+    step: int
+    """Optimizer steps made when it was saved."""
+    spec: Spec
+    """The model that is trained."""
+    candidate: Candidate
+    """How steps were run."""
+    optimizer: OptimizerState = msgspec.field(name="state")
+    """Numbers of optimizer and scaler."""
+    state: TrainState = msgspec.field(name="facts")
+    """How far the training is."""
+    directory: str = ""
+    """Where it was found; not in the file."""
+
+    def tensors(self) -> TensorFile:
+        """The file with its tensors."""
+        return TensorFile(Path(self.directory) / TENSORS)
+
+
+def save(directory: str | os.PathLike[str], training: Training, state: TrainState, keep: int = 3) -> Path:
+    """Write a checkpoint, then remove all but the last `keep`. Returns its directory."""
+    home = Path(directory)
+    optimizer, tensors = collect_state(training)
+    content = Checkpoint(
+        version=VERSION,
+        step=state.step,
+        spec=training.model.spec,
+        candidate=training.candidate,
+        optimizer=optimizer,
+        state=state,
+    )
+    size = format_bytes(sum(tensor.nbytes for tensor in tensors.values()))
+    advice = f"Give a directory with {size} free that you can write to. Older checkpoints are intact."
+    with file_errors(_RULE, home, advice):
+        path = _write(home, tensors, content)
+    _remove_old(home, keep)
+    return path
+
+
+def _write(home: Path, tensors: dict[str, Tensor], content: Checkpoint) -> Path:
+    """Write the files of a checkpoint; its directory gets its name once they are on the disk."""
+    if not home.is_dir():
+        home.mkdir(parents=True, exist_ok=True)
+        sync_directory(home.parent)
+    for leftover in home.glob(f"{_UNFINISHED}*"):
+        shutil.rmtree(leftover)
+    # by serial number, since a step number may come back after a return to an older checkpoint
+    serial = max((_serial(path) for path in _list(home)), default=0) + 1
+    name = f"step-{content.step:08d}-save-{serial:04d}"
+    unfinished = home / f"{_UNFINISHED}{name}"
+    # not by msgspec's own encoder, which writes a loss of NaN or infinity as null
+    text = json.dumps(msgspec.to_builtins(content, str_keys=True), indent=1).encode()
+    try:
+        unfinished.mkdir()
+        sums = {TENSORS: write_file(unfinished / TENSORS, file_pieces(tensors))}
+        sums[FACTS] = write_file(unfinished / FACTS, [text])
+        write_file(unfinished / CHECKSUMS, [msgspec.json.encode(sums)])
+        sync_directory(unfinished)
+        os.replace(unfinished, home / name)
+        sync_directory(home)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)  # there only if the save failed
+    return home / name
+
+
+def _remove_old(home: Path, keep: int) -> None:
+    """Remove all but the newest checkpoints. A failure is only a warning, since the new one is safe."""
+    for path in _list(home)[keep:]:
+        unfinished = path.with_name(f"{_UNFINISHED}{path.name}")
+        try:
+            os.replace(path, unfinished)  # first, so that half a checkpoint never has a checkpoint's name
+            shutil.rmtree(unfinished)
+        except OSError as error:
+            warnings.warn(f"{path}: an old checkpoint could not be removed ({error.strerror}).", stacklevel=3)
+
+
+def _list(home: Path) -> list[Path]:
+    """Directories with a checkpoint's name, newest first."""
+    with file_errors(_RULE, home), suppress(FileNotFoundError):
+        return sorted((path for path in home.iterdir() if _NAME.fullmatch(path.name)), key=_serial, reverse=True)
+    return []
+
+
+def _serial(path: Path) -> int:
+    return int(path.name.rpartition("-")[2])
+
+
+def load(directory: str | os.PathLike[str]) -> Checkpoint | None:
+    """The newest complete checkpoint, or None if there is none at all.
+
+    A damaged one is skipped with a warning that names the file. It is an error if all of them are.
+    """
+    home, tried = Path(directory), None
+    while (listed := _list(home)) != tried:  # again if a running training removed one while it was read
+        tried = listed
+        for path in listed:
+            checkpoint = _open(path)
+            if isinstance(checkpoint, Checkpoint):
+                return checkpoint
+            if path.is_dir():
+                warnings.warn(f"{path / checkpoint}. Looking for an older checkpoint.", stacklevel=2)
+    if not tried:
+        return None
+    raise MisuseError(
+        rule="At least one checkpoint must be complete",
+        got=f"all {len(tried)} in {home} are damaged",
+        advice="Restore one from a backup, or start again in another directory.",
+    )
+
+
+def _open(path: Path) -> Checkpoint | str:
+    """A checkpoint, or the name of the file that is damaged, and why."""
+    name = CHECKSUMS
+    try:
+        sums = msgspec.json.decode((path / CHECKSUMS).read_bytes(), type=dict[str, Checksum])
+        for name in (FACTS, TENSORS):
+            if name not in sums or checksum_of(path / name) != sums[name]:
+                return f"{name}: the checksum does not match"
+        name = FACTS
+        raw = json.loads((path / FACTS).read_bytes())
+        if raw["version"] != VERSION:
+            return f"{name}: its format is version {shown(raw['version'])}, and only {VERSION} can be read"
+        checkpoint = msgspec.convert(raw, type=Checkpoint, str_keys=True)
+    except OSError as error:
+        return f"{name}: it cannot be read ({error.strerror})"
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        return f"{name}: it is not in the expected format ({error})"
+    return msgspec.structs.replace(checkpoint, directory=str(path))
+
+
+def restore(checkpoint: Checkpoint, training: Training) -> None:
+    """Let a training continue where the checkpoint was saved: its next step is the one that would have come then.
+
+    The spec must be the same. The candidate may differ, as long as its optimizer has the same state.
+    """
+    if checkpoint.spec != training.model.spec:
+        raise _spec_error(checkpoint.spec, training.model.spec)
+    saved, optimizer = checkpoint.optimizer, training.optimizer
+    if saved.optimizer != type(optimizer).__name__ or len(saved.groups) != len(optimizer.param_groups):
+        raise MisuseError(
+            rule="A training continues with the optimizer of its checkpoint",
+            got=f"that was {saved.optimizer} and this is {type(optimizer).__name__}",
+            advice="Use the checkpoint's candidate, or start again in another directory.",
+        )
+    put_state(training, saved, checkpoint.tensors())
+
+
+def load_weights(checkpoint: Checkpoint, model: Recurrent) -> None:
+    """Give a model the weights of a checkpoint. Batch, sequence length and optimizer may differ."""
+    file = checkpoint.tensors()
+    for name, weight in weights(model).items():
+        if name not in file.names or file.read(name).shape != weight.shape:
+            raise _spec_error(checkpoint.spec, model.spec, ignored=_NOT_IN_WEIGHTS)
+    put_weights(model, file)
+
+
+def _spec_error(old: Spec, new: Spec, ignored: tuple[str, ...] = ()) -> MisuseError:
+    """The error that names the fields which differ."""
+    names = [field.name for field in msgspec.structs.fields(Spec) if field.name not in ignored]
+    pairs = {name: (getattr(old, name), getattr(new, name)) for name in names}
+    differences = [f"{flag(name)} was {shown(a)} and is {shown(b)}" for name, (a, b) in pairs.items() if a != b]
+    return MisuseError(
+        rule="A checkpoint can only be used with the spec it was made with",
+        got=", ".join(differences) or "its weights are not those of this model",
+        advice="Give that spec again, or another directory.",
+    )
+
+
+def name_of(model: Model) -> str | None:
+    """The name package.module:function, by which a run remembers the function that built its model."""
+    if model is None or isinstance(model, str):
+        return model
+    return f"{getattr(model, '__module__', '')}:{getattr(model, '__qualname__', shown(model))}"
+
+
+def build_model(model: Model, spec: Spec) -> Recurrent:
+    """The model of the spec, or the one that the user's function builds."""
+    if model is None:
+        return build(spec)
+    try:
+        function = resolve_name(model) if isinstance(model, str) else model
+    except (ImportError, AttributeError, ValueError) as error:
+        raise MisuseError(
+            rule="A model of your own is named as package.module:function",
+            got=f"{model!r} cannot be imported ({error})",
+            advice="Check the name and the import path, or pass the function itself, in Python as model=.",
+        ) from None
+    own = function(spec)
+    if not isinstance(own, Recurrent) or own.spec != spec:
+        raise MisuseError(
+            rule="A model of your own must be an oomguard.Recurrent with the plan's spec",
+            got=f"{shown(model)} returned {type(own).__name__}",
+            advice="Change what it builds, or train any other module in a loop of your own with oomguard.guard.",
+        )
+    return own

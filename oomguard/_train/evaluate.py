@@ -1,0 +1,221 @@
+"""Evaluation passes, in microbatches as large as they allow: the validation loss, and the predictions of a run."""
+
+import csv
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+import msgspec
+import numpy as np
+from torch import Tensor
+
+from oomguard._core.errors import GuardError, MisuseError
+from oomguard._core.system import file_errors
+from oomguard._data.loader import read_microbatch
+from oomguard._data.open import open_source
+from oomguard._data.rows import Rows, origins
+from oomguard._data.source import Array, Ints, Source
+from oomguard._data.values import Normalised
+from oomguard._device import open_device
+from oomguard._estimate.breakdown import estimate_step
+from oomguard._estimate.target import Target
+from oomguard._plan.store import load_plan
+from oomguard._probe.verdict import Verdict, judge
+from oomguard._rnn import count_targets, evaluate, outputs
+from oomguard._rnn.model import Recurrent
+from oomguard._rnn.run import IGNORED
+from oomguard._spec.candidate import Candidate
+from oomguard._spec.spec import Spec
+from oomguard._train.checkpoint import BEST, CHECKPOINTS, Checkpoint, Model, TrainState, build_model, load, load_weights
+from oomguard._train.ranks import Ranks
+
+MOST_ROWS = 4096
+"""Most sequences of an evaluation pass: beyond that no kernel gets faster."""
+Result = TypeVar("Result")
+Blocks = Iterator[tuple[Ints, Array]]
+"""Numbers of some sequences, and their predictions."""
+
+
+def evaluation_candidate(spec: Spec, candidate: Candidate, target: Target) -> Candidate:
+    """The candidate for evaluation passes during a training with the given candidate.
+
+    It takes more sequences, since no activations are kept for a gradient, as long as its estimated peak stays within
+    that of a training step, which is known to fit.
+    """
+    limit_bytes = estimate_step(spec, candidate, target).total_bytes
+    if spec.bidirectional:  # the second direction starts at the end, so it cannot be evaluated in segments
+        candidate = msgspec.structs.replace(candidate, segments=1)
+    best = msgspec.structs.replace(candidate, microbatch=1, accumulation=1)
+    while best.microbatch < MOST_ROWS:
+        larger = msgspec.structs.replace(best, microbatch=2 * best.microbatch)
+        if estimate_step(spec, larger, target, training=False).total_bytes > limit_bytes:
+            break
+        best = larger
+    return best
+
+
+def validate(model: Recurrent, source: Source, candidate: Candidate, ranks: Ranks) -> float:
+    """The mean loss over all real targets of a source."""
+
+    def loss_of(sequences: Ints) -> tuple[float, int]:
+        batch = read_microbatch(source, model.spec, sequences)
+        return float(evaluate(model, batch, candidate)), count_targets(model.spec, batch)
+
+    total, targets = 0.0, 0
+    # longest first: neighbours need little padding, and a microbatch that does not fit is known at once
+    order = ranks.share(np.argsort(-source.lengths, kind="stable"))
+    with ranks.together():
+        for _, (loss, count) in in_microbatches(order, candidate.microbatch, loss_of):
+            total, targets = total + loss, targets + count
+    loss_sum, target_sum = ranks.sums([total, targets])
+    return loss_sum / max(1, target_sum)
+
+
+def in_microbatches(order: Ints, rows: int, compute: Callable[[Ints], Result]) -> Iterator[tuple[Ints, Result]]:
+    """The sequences of each microbatch with what is computed from them.
+
+    Out of memory halves the microbatch from there on. `GuardError`: not even one sequence fits.
+    """
+    start = 0
+    while start < len(order):
+        sequences = order[start : start + rows]
+        try:
+            result = compute(sequences)
+        except Exception as error:
+            if judge(error) is not Verdict.OOM:
+                raise
+            message = str(error).strip().partition("\n")[0]
+        else:
+            yield sequences, result
+            start += len(sequences)
+            continue
+        if len(sequences) == 1:
+            raise GuardError(
+                rule="An evaluation pass of one sequence must fit",
+                got=f"memory ran out ({message})",
+                advice="Free memory, or make a plan for a smaller budget.",
+            )
+        rows = len(sequences) // 2
+
+
+def run_prediction(
+    run: str | os.PathLike[str],
+    data: Any,
+    options: Mapping[str, Any],
+    *,
+    output: str | None = None,
+    probabilities: bool = False,
+    device: str | None = None,
+    model: Model = None,
+) -> Array | Path:
+    """All predictions in the order of the sequences, as an array or in the file `output`.
+
+    `options` are fields of `DataOptions` that differ from the training's.
+    """
+    if output is not None and Path(output).suffix.lower() not in (".npy", ".csv"):
+        advice = "Give --output predictions.npy."
+        raise MisuseError(rule="Predictions are written as .npy or .csv", got=f"got {output!r}", advice=advice)
+    checkpoint = find_checkpoint(Path(run))
+    plan, spec, state = load_plan(Path(run) / "plan.json"), checkpoint.spec, checkpoint.state
+    if probabilities and spec.loss != "cross-entropy":
+        advice = "Leave --probabilities out."
+        raise MisuseError(rule="Probabilities need classes", got="this run predicts numbers", advice=advice)
+    classes = spec.loss == "cross-entropy" and not probabilities
+    source, source_spec = _open_inputs(data, spec, state, options)
+    target_device = open_device(plan.where.device if device is None else device)
+    network = build_model(model or state.model, spec).to(target_device.name)
+    load_weights(checkpoint, network)
+    candidate = evaluation_candidate(spec, checkpoint.candidate, plan.where)
+    target_device.settle(candidate)
+
+    def predict(sequences: Ints) -> Array:
+        values = outputs(network, read_microbatch(source, source_spec, sequences), candidate)
+        if spec.loss == "cross-entropy":
+            values = values.softmax(-1) if probabilities else values.argmax(-1)
+        array: Array = values.numpy()
+        return array if state.normaliser is None else state.normaliser.restored(array)
+
+    blocks = in_microbatches(np.arange(len(source)), candidate.microbatch, predict)
+    if output is not None and output.lower().endswith(".csv"):
+        return _write_csv(blocks, source, spec, output, classes=classes)
+    return _write_array(blocks, source, spec, output, classes=classes)
+
+
+def find_checkpoint(run: Path) -> Checkpoint:
+    """The best checkpoint of a run by validation, or the last if there was no validation."""
+    checkpoint = load(run / BEST) or load(run / CHECKPOINTS)
+    if checkpoint is None:
+        raise MisuseError(
+            rule="Predictions need a run that was trained",
+            got=f"there is no checkpoint in {run}",
+            advice="Give the directory that oomguard train has written to, such as runs/lstm-1000.",
+        )
+    return checkpoint
+
+
+def _open_inputs(data: Any, spec: Spec, state: TrainState, options: Mapping[str, Any]) -> tuple[Source, Spec]:
+    """The data, with the spec to read it by.
+
+    A file or an array may lack targets, so its inputs are read in their place; a Dataset and pairs have targets.
+    """
+    normaliser = state.normaliser
+    # the training's vocabulary: a token stands for the same character, whatever the new file contains
+    changes = {"validation": 0.0, "vocabulary": state.data.get("vocabulary")} | {**options}
+    if isinstance(data, str | Path | np.ndarray | Tensor):
+        loss = "mse" if spec.vocab is None else "cross-entropy"
+        spec = msgspec.structs.replace(spec, head="per-step", loss=loss, outputs=spec.vocab or spec.inputs)
+        changes |= {"inputs_only": True, "targets": None, "ahead": None}
+        if normaliser is not None:
+            normaliser = msgspec.structs.replace(normaliser, target_mean=None, target_std=None)
+    source = open_source(data, spec, msgspec.structs.replace(state.data_options, **changes))
+    return source if normaliser is None else Normalised(source, normaliser), spec
+
+
+def _write_array(blocks: Blocks, source: Source, spec: Spec, output: str | None, *, classes: bool) -> Array | Path:
+    """The predictions as an array in memory, or mapped to a .npy file: sequences x steps x outputs.
+
+    There are no steps for one prediction per sequence, and no outputs for classes.
+    """
+    dtype, missing = (np.int64, IGNORED) if classes else (np.float32, np.nan)
+    per_step = spec.head == "per-step"
+    steps = (int(source.lengths.max()),) if per_step else ()
+    shape = (len(source), *steps, *(() if classes else (spec.classes,)))
+    if output is None:
+        array: Array = np.empty(shape, dtype)
+    else:
+        _open_output(output).close()
+        array = np.lib.format.open_memmap(output, "w+", dtype, shape)
+    for sequences, values in blocks:
+        array[sequences] = missing if per_step else values
+        if per_step:
+            for number, predictions in zip(sequences.tolist(), values, strict=True):
+                length = int(source.lengths[number])
+                array[number, :length] = predictions[:length]
+    if isinstance(array, np.memmap):
+        array.flush()
+    return array if output is None else Path(output)
+
+
+def _write_csv(blocks: Blocks, source: Source, spec: Spec, output: str, *, classes: bool) -> Path:
+    """A CSV file with one line for each prediction."""
+    rows = source.source if isinstance(source, Normalised) else source
+    names, origin = origins(rows) if isinstance(rows, Rows) else ([], lambda _: [])
+    columns = ["class"] if classes else [f"output{i}" for i in range(spec.classes)]
+    per_step = spec.head == "per-step"
+    with _open_output(output) as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["sequence", *names, *(["step"] if per_step else []), *columns])
+        for sequences, values in blocks:
+            steps = values.reshape(len(values), -1, len(columns))
+            for number, predictions in zip(sequences.tolist(), steps, strict=True):
+                first = [number, *origin(number)]
+                for step in range(int(source.lengths[number]) if per_step else 1):
+                    writer.writerow([*first, *([step] if per_step else []), *predictions[step].tolist()])
+    return Path(output)
+
+
+def _open_output(output: str) -> TextIO:
+    with file_errors("Predictions need a writable file", output, "Give another --output."):
+        Path(output).parent.mkdir(parents=True, exist_ok=True)
+        return open(output, "w", encoding="utf-8", newline="")

@@ -1,0 +1,299 @@
+"""The training loop: steps under the guard, validation, checkpoints, metrics. It can be resumed whatever stops it."""
+
+import math
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import monotonic, perf_counter
+from typing import Any
+
+import msgspec
+import torch
+
+from oomguard._core.errors import GuardError, MisuseError
+from oomguard._data.loader import Batch, Loader
+from oomguard._data.open import Data, Missing
+from oomguard._data.options import DataOptions
+from oomguard._guard import Guard
+from oomguard._guard.events import Event
+from oomguard._plan.value import Plan
+from oomguard._rnn import Microbatch
+from oomguard._rnn.model import Recurrent
+from oomguard._spec.candidate import Candidate
+from oomguard._step import Offloaded, Outcome, Training, accumulate, no_gradient_left, update
+from oomguard._train import TrainOptions, learning_rate
+from oomguard._train.checkpoint import BEST, CHECKPOINTS, Model, TrainState, save
+from oomguard._train.evaluate import evaluation_candidate, validate
+from oomguard._train.metrics import Metrics
+from oomguard._train.ranks import Ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """What is trained, on which data, with which options, where the files go, and who is told."""
+
+    plan: Plan
+    options: TrainOptions
+    data_options: DataOptions
+    data: Data
+    directory: Path
+    ranks: Ranks
+    model: Model = None
+    progress: "Callable[[TrainProgress], None] | None" = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainProgress:
+    """The figures of a progress bar, after each step."""
+
+    step: int
+    """Optimizer steps made."""
+    total: int
+    """Optimizer steps in all."""
+    loss: float
+    """Loss of the last step."""
+    validation: float | None
+    """Last validation loss; None: there was none yet."""
+    tokens_per_second: float
+    """Time steps of sequences per second in the last step."""
+    peak_bytes: int
+    """Largest peak so far."""
+    budget_bytes: int
+    """The plan's budget."""
+    rung: int
+    """Rung of the plan; 0 is its candidate."""
+    events: tuple[Event, ...] = ()
+    """Events since the last report."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """The result of a training."""
+
+    run: Path
+    """Directory of the run."""
+    steps: int
+    """Optimizer steps made, including those before a resume."""
+    loss: float | None
+    """Loss of the last step."""
+    validation_loss: float | None
+    """Lowest validation loss."""
+    ended: str
+    """Why it ended: `done`, `patience` or `interrupted`."""
+    rung: int
+    """Rung of the plan at the end; 0 is its candidate."""
+    peak_bytes: int
+    """Largest peak of this process."""
+    model: Recurrent
+    """The model after the last step."""
+    missing: Missing
+    """How many sequences were cut or left out."""
+
+
+class Trainer:
+    """A training that continues from its state. `start.py` makes one."""
+
+    def __init__(
+        self, config: TrainConfig, training: Training, loader: Loader, guard: Guard, state: TrainState
+    ) -> None:
+        self.config, self.training, self.guard, self.state = config, training, guard, state
+        self.ranks, guard.steps = config.ranks, state.step
+        buckets = [{longest: c.microbatch for longest, c in rung.buckets} for rung in guard.ladder]
+        self.loaders = [replace(loader, buckets=of_rung) for of_rung in buckets]
+        """One for each rung: the same batches in other microbatches."""
+        self.metrics: Metrics | None = None  # only the first process writes them
+        if self.ranks.first:
+            self.metrics = Metrics(config.directory, state.step, tensorboard=config.options.tensorboard)
+        self.total = config.options.total_steps(len(loader))
+        self.validation_loss: float | None = None
+        self._warned, self._signals = False, list[int]()
+
+    def run(self) -> Result:
+        """Make all remaining steps, and save a checkpoint after the last or before one that failed."""
+        self._saved_step, self._saved_at = self.state.step, monotonic()
+        with _collect_signals(self._signals), self.guard:
+            try:
+                while (ended := self._ended()) is None:
+                    self._run_batches()
+            except (GuardError, MisuseError):  # memory is short, or the data has an error
+                if self.guard.steps == self.state.step:  # otherwise some weights may be updated and others not
+                    self.save()
+                raise
+            self.save()
+        return Result(
+            run=self.config.directory,
+            steps=self.state.step,
+            loss=self.state.loss,
+            validation_loss=self.state.best,
+            ended=ended,
+            rung=self.guard.rung,
+            peak_bytes=self.guard.watch.peak_bytes,
+            model=self.training.model,
+            missing=self.config.data.missing,
+        )
+
+    def _run_batches(self) -> None:
+        """Train until the epoch or the training ends, or until the workers have to be started again."""
+        loader, options = self.loaders[self.guard.rung], self.config.options
+        for batch in loader.batches(self.state.position):
+            began = perf_counter()
+            outcome = self.step(batch)
+            self._finish_step(batch, outcome, batch.steps / (perf_counter() - began))
+            if batch.lost is not None:
+                self._drop_worker(batch.lost)
+            steps, seconds = self.state.step - self._saved_step, monotonic() - self._saved_at
+            if steps >= options.save_steps or seconds >= options.save_seconds:
+                self.save()
+            # workers are started again if one was lost, or if they prepare microbatches of another rung
+            if self._ended() is not None or (loader.workers and loader is not self.loaders[self.guard.rung]):
+                return
+
+    def _drop_worker(self, message: str) -> None:
+        """Continue with one worker less: most likely memory is short, and the next one would be killed as well."""
+        self.loaders = [replace(loader, workers=loader.workers - 1) for loader in self.loaders]
+        left = self.loaders[0].workers
+        reason = f"A process that loads data was lost ({message}). Its work was done here; {left} are left."
+        self.guard.tell("worker", reason, workers=left)
+
+    def step(self, batch: Batch) -> Outcome:
+        """Make one optimizer step; the guard repeats it on a lower rung if memory runs out."""
+        training, guard, ranks = self.training, self.guard, self.ranks
+        ranks.seed_step(self.config.data_options.seed, self.state.step)
+        for group in training.optimizer.param_groups:
+            group["lr"] = learning_rate(self.config.options, self.state.step, self.total)
+        with no_gradient_left(training):
+            for attempt in guard.attempts(training.optimizer):
+                with attempt:
+                    loss = self._accumulate(batch)
+            with ranks.together():
+                loss = ranks.sum_gradients(training.model, loss)
+                return update(training, loss, self.config.options.clip, self._update)
+
+    def _accumulate(self, batch: Batch) -> torch.Tensor:
+        """Add up the gradient of this process's share of a batch; returns the loss."""
+        training, loss = self.training, torch.zeros((), device=self.training.model.device)
+        if len(self.ranks.share(batch.sequences)):
+            loss = accumulate(training, self._microbatches(batch), batch.targets, self._candidate_for)
+        self.ranks.complete_gradients(training.model)
+        return loss
+
+    def _microbatches(self, batch: Batch) -> Iterator[Microbatch]:
+        """The microbatches of the current rung, prepared by workers or read here."""
+        loader = self.loaders[self.guard.rung]
+        if batch.loader is loader and self.ranks.world == 1:
+            yield from batch.microbatches()
+            return
+        for part in loader.order.microbatches(self.ranks.share(batch.sequences)):
+            yield loader.read(part)
+
+    def _candidate_for(self, batch: Microbatch) -> Candidate:
+        return self.guard.current.candidate_for(batch.inputs.shape[self.training.model.time_dim])
+
+    def _update(self, optimizer: torch.optim.Optimizer) -> None:
+        offload = self.training.candidate.offload
+        self.guard.update(optimizer, Offloaded(optimizer).step if offload else None)
+
+    def _finish_step(self, batch: Batch, outcome: Outcome, tokens_per_second: float) -> None:
+        """Count a step, validate if it is time, and report."""
+        loss, step = float(outcome.loss), self.state.step + 1
+        self.state = msgspec.structs.replace(
+            self.state, step=step, position=batch.after, ladder=self.guard.position, loss=loss
+        )
+        validated = self._validate()
+        is_due = step % self.config.options.log_every == 0 or step == self.total or validated is not None
+        if self.metrics is not None and is_due:
+            self.metrics.write(
+                step,
+                loss=loss,
+                lr=self.training.optimizer.param_groups[0]["lr"],
+                norm=outcome.norm,
+                tokens_per_second=tokens_per_second,
+                peak_bytes=self.guard.watch.peak_bytes or None,
+                epoch=batch.position.epoch,
+                validation_loss=validated,
+            )
+        self._report(outcome, loss, tokens_per_second)
+
+    def _report(self, outcome: Outcome, loss: float, tokens_per_second: float) -> None:
+        if outcome.skipped:
+            self.guard.tell("skipped", "Gradients overflowed in fp16. The step was skipped and the loss scale lowered.")
+        if not math.isfinite(loss) and not self._warned:
+            self._warned = True
+            self.guard.tell(
+                "not-finite", "The loss is no longer a finite number. Lower --lr, or set --clip.", loss=loss
+            )
+        if self.config.progress is not None and self.ranks.first:
+            self.config.progress(
+                TrainProgress(
+                    step=self.state.step,
+                    total=self.total,
+                    loss=loss,
+                    validation=self.validation_loss,
+                    tokens_per_second=tokens_per_second,
+                    peak_bytes=self.guard.watch.peak_bytes,
+                    budget_bytes=self.config.plan.budget_bytes,
+                    rung=self.guard.rung,
+                    events=() if self.guard.events is None else self.guard.events.take_new(),
+                )
+            )
+
+    def _validate(self) -> float | None:
+        """Compute the validation loss if it is due; the best weights so far are saved."""
+        source, model, every = self.config.data.validation, self.training.model, self.config.options.validate_every
+        is_due = self.state.position.done == 0 if every is None else self.state.step % every == 0
+        if source is None or not (is_due or self.state.step == self.total):
+            return None
+        candidate = evaluation_candidate(model.spec, self.guard.candidate, self.config.plan.where)
+        loss = self.validation_loss = validate(model, source, candidate, self.ranks)
+        better = math.isfinite(loss) and (self.state.best is None or loss < self.state.best)
+        change = {"best": loss, "worse": 0} if better else {"worse": self.state.worse + 1}
+        self.state = msgspec.structs.replace(self.state, **change)
+        if better:
+            self._save_in(BEST, keep=1)
+        return loss
+
+    def save(self) -> None:
+        """Save a checkpoint; only the first process writes it."""
+        self._saved_step, self._saved_at = self.state.step, monotonic()
+        self.state = msgspec.structs.replace(self.state, ladder=self.guard.position)
+        if self.metrics is not None:
+            self.metrics.flush()
+        self._save_in(CHECKPOINTS, keep=self.config.options.keep)
+
+    def _save_in(self, name: str, keep: int) -> None:
+        if self.ranks.first:
+            training = replace(self.training, candidate=self.guard.candidate)
+            save(self.config.directory / name, training, self.state, keep)
+
+    def _ended(self) -> str | None:
+        """Why the training is over, or None; the same in all processes."""
+        if self.state.step >= self.total:
+            return "done"
+        patience = self.config.options.patience
+        if patience is not None and self.state.worse >= patience:
+            return "patience"
+        return "interrupted" if self.ranks.agree([len(self._signals)])[0] else None
+
+
+@contextmanager
+def _collect_signals(received: list[int]) -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM end the training after the current step; a second signal ends it at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def handle(number: int, _: Any) -> None:
+        received.append(number)
+        signal.signal(number, before[signal.Signals(number)] or signal.SIG_DFL)
+
+    for number in before:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)

@@ -1,0 +1,127 @@
+"""Ranks: several processes that train one model together, each on its share of every batch.
+
+torchrun starts them and sets RANK, WORLD_SIZE and LOCAL_RANK. In each step they exchange three small numbers before the
+gradients and one after the update. So they fall back together, and none waits for a result that another cannot compute.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, distributed
+
+from oomguard._core.errors import GuardError, MisuseError, TornUpdateError
+from oomguard._data.source import Ints
+from oomguard._guard import another_process_failed
+from oomguard._rnn.model import Recurrent, trainable
+from oomguard._spec.spec import Spec
+
+DONE, TORN, FAILED = 0, 1, 2
+"""Outcome of work that all processes do; the largest counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """The place of this process among those that train together."""
+
+    rank: int = 0
+    """Number of this process."""
+    world: int = 1
+    """Number of processes."""
+    device: str = "cpu"
+    """Device of the tensors that are exchanged."""
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes checkpoints, metrics and events."""
+        return self.rank == 0
+
+    def share(self, sequences: Ints) -> Ints:
+        """The share of some sequences that this process trains on."""
+        return sequences[self.rank :: self.world]
+
+    def agree(self, numbers: Sequence[int]) -> list[int]:
+        """The largest of each number over all processes."""
+        if self.world == 1:
+            return [*numbers]
+        tensor = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        distributed.all_reduce(tensor, distributed.ReduceOp.MAX)
+        return [*map(int, tensor.tolist())]
+
+    def sums(self, numbers: Sequence[float]) -> list[float]:
+        """The sum of each number over all processes."""
+        if self.world == 1:
+            return [*numbers]
+        tensor = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        distributed.all_reduce(tensor)
+        return [*map(float, tensor.tolist())]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Fail in all processes if one fails, so that none waits for one that is gone.
+
+        A torn update is raised as such in all of them: they go back to the same checkpoint.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self.agree([TORN if isinstance(error, TornUpdateError) else FAILED])
+            raise
+        worst = self.agree([DONE])[0]
+        if worst != DONE:
+            raise another_process_failed(TornUpdateError if worst == TORN else GuardError)
+
+    def seed_step(self, seed: int, step: int) -> None:
+        """Seed a step's random numbers: each process has its own dropout, and the same one again after a resume."""
+        if self.world > 1:
+            torch.manual_seed(int(np.random.SeedSequence((seed, self.rank, step)).generate_state(1, np.uint64)[0]))
+
+    def complete_gradients(self, model: Recurrent) -> None:
+        """Give zeros to weights without a gradient: this process's share of the batch may be empty."""
+        if self.world > 1:
+            for parameter in trainable(model):
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+
+    def sum_gradients(self, model: Recurrent, loss: Tensor) -> Tensor:
+        """Sum gradients and loss over all processes. Each is a share of the mean over all targets.
+
+        They are summed in place, all at once. Buckets, as in DDP, would be copies for which memory could run out here,
+        where no process can fall back alone. So the exchange needs no memory beyond the gradients that a plan counts;
+        gloo's own 3 MiB are within the margin.
+        """
+        if self.world > 1:
+            tensors = [loss, *(parameter.grad for parameter in trainable(model) if parameter.grad is not None)]
+            for exchange in [distributed.all_reduce(tensor, async_op=True) for tensor in tensors]:
+                exchange.wait()
+        return loss
+
+
+@contextmanager
+def join(device: str, spec: Spec) -> Iterator[Ranks]:
+    """Join the processes that torchrun started; without torchrun, train alone."""
+    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    if world == 1:
+        yield Ranks(device=device)
+        return
+    if spec.sparse_embedding:
+        raise MisuseError(
+            rule="Several processes can only exchange dense gradients",
+            got="got --sparse-embedding",
+            advice="Make a plan without it, or train in one process.",
+        )
+    cuda = device.startswith("cuda")
+    own_device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if cuda else "cpu"
+    is_ours = not distributed.is_initialized()
+    if cuda:
+        torch.cuda.set_device(own_device)
+    if is_ours:
+        distributed.init_process_group("nccl" if cuda else "gloo")
+    try:
+        yield Ranks(rank=rank, world=world, device=own_device)
+    finally:
+        if is_ours:
+            distributed.destroy_process_group()

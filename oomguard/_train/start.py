@@ -1,0 +1,216 @@
+"""Prepares a training from a plan and data, new or resumed from a checkpoint, and runs it."""
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from oomguard._core.errors import MisuseError, TornUpdateError, flag, shown
+from oomguard._data.loader import Loader, prefetch_within, size_loader
+from oomguard._data.open import check_data, open_data
+from oomguard._data.options import DataOptions
+from oomguard._device import Device, open_device
+from oomguard._device.cpu import cores
+from oomguard._guard import Guard
+from oomguard._guard.events import Events
+from oomguard._guard.ladder import LadderPosition
+from oomguard._plan.store import check_device, save_plan
+from oomguard._plan.value import Plan
+from oomguard._step import Training, make_optimizer, prepare
+from oomguard._train import TrainOptions
+from oomguard._train.checkpoint import CHECKPOINTS, Checkpoint, Model, TrainState, build_model, load, name_of, restore
+from oomguard._train.loop import Result, TrainConfig, Trainer, TrainProgress
+from oomguard._train.ranks import join
+
+SHARED_MEMORY = Path("/dev/shm")
+"""Where processes share memory on Linux."""
+_MAY_CHANGE = {"--workers", "--cache", "--format", "--nan", "--targets", "path", "targets"}
+"""Data options and descriptions that may differ after a resume. A description shows what such an option changes, and
+files may have moved."""
+
+
+def run_training(
+    plan: Plan,
+    data: Any,
+    options: TrainOptions,
+    data_options: DataOptions,
+    model: Model = None,
+    progress: Callable[[TrainProgress], None] | None = None,
+) -> Result:
+    """Run a plan on data; with `options.resume`, from the newest checkpoint of the run."""
+    directory = Path(options.run or f"runs/{plan.spec.cell}-{plan.spec.steps}")
+    _check(plan, options, data_options)
+    with join(plan.where.device, plan.spec) as ranks:
+        checkpoint = load(directory / CHECKPOINTS)
+        if checkpoint is not None and not options.resume:
+            raise MisuseError(
+                rule="A new run needs a directory of its own",
+                got=f"{directory} has a run at step {checkpoint.step:,}",
+                advice="Add --resume to continue it, or give another --run.",
+            )
+        ranks.agree([0])  # no process writes a checkpoint before all have looked for one
+        opened = open_data(data, plan.spec, data_options, None if checkpoint is None else checkpoint.state.normaliser)
+        if checkpoint is None:  # otherwise the data was checked at the start of the run
+            check_data(opened)
+        config = TrainConfig(
+            plan=plan,
+            options=options,
+            data_options=data_options,
+            data=opened,
+            directory=directory,
+            ranks=ranks,
+            model=model,
+            progress=progress,
+        )
+        return _run(config, checkpoint)
+
+
+def _run(config: TrainConfig, checkpoint: Checkpoint | None) -> Result:
+    """Train. After a torn update, go back to the last checkpoint once and update one parameter at a time."""
+    careful = False
+    while True:
+        trainer = _trainer(config, checkpoint)
+        trainer.guard.updates.careful = careful
+        try:
+            return trainer.run()
+        except TornUpdateError:
+            if careful:
+                raise
+            careful, checkpoint = True, load(config.directory / CHECKPOINTS)
+        finally:
+            if trainer.metrics is not None:
+                trainer.metrics.close()
+        del trainer  # frees its weights before new ones are made, since memory is short
+
+
+def _check(plan: Plan, options: TrainOptions, data_options: DataOptions) -> None:
+    for name in ("patience", "validate_every"):
+        if getattr(options, name) is not None and not data_options.validation:
+            raise MisuseError(
+                rule=f"{flag(name)} needs data for validation",
+                got=f"got --validation {data_options.validation:g}",
+                advice=f"Leave {flag(name)} out, or give --validation a share such as 0.1.",
+            )
+    missing = [f"{name}={value}" for name, value in plan.exports.items() if os.environ.get(name) != value]
+    if missing:
+        warnings.warn(
+            f"The plan's peak was measured with {' '.join(missing)} in the environment, which a process reads when it "
+            "starts. Start Python with these variables, or use the command oomguard train.",
+            stacklevel=4,
+        )
+
+
+def _trainer(config: TrainConfig, checkpoint: Checkpoint | None) -> Trainer:
+    """A trainer at its first step, or where the checkpoint was saved."""
+    plan, ranks, data = config.plan, config.ranks, config.data
+    device = open_device(ranks.device if ranks.world > 1 else plan.where.device)
+    state = TrainState(
+        data=data.train.describe(),
+        data_options=config.data_options,
+        normaliser=data.normaliser,
+        model=name_of(config.model),
+    )
+    if checkpoint is None:
+        check_device(plan, device.title(), device.budget().limit_bytes)
+    else:
+        state = _resumed_state(checkpoint, state, plan)
+    training = _training(config, device)
+    if checkpoint is not None:
+        restore(checkpoint, training)
+    events = Events(config.directory / "events.jsonl") if ranks.first else None
+    guard = Guard(plan, device=device, events=events, position=state.ladder, agree=ranks.agree)
+    trainer = Trainer(config, training, _loader(config, device), guard, state)
+    if checkpoint is not None:
+        guard.tell("resume", f"The run was resumed at step {state.step:,}.", rung=guard.rung)
+        return trainer
+    if ranks.first:
+        save_plan(plan, config.directory / "plan.json")
+    trainer.save()
+    if any(data.missing):
+        guard.tell("data", f"Of all sequences, {data.missing.words()}.", **data.missing._asdict())
+    return trainer
+
+
+def _resumed_state(checkpoint: Checkpoint, new: TrainState, plan: Plan) -> TrainState:
+    """The state of a checkpoint. Model, data and the way the data is read must be those of a new run."""
+    state = checkpoint.state
+    if state.model != new.model:
+        raise MisuseError(
+            rule="A run continues with its own model",
+            got=f"that was {state.model or 'the one of the spec'} and is {new.model or 'the one of the spec'}",
+            advice="Give the same --model, or another --run.",
+        )
+    before, now = _sequences(state), _sequences(new)
+    for name in before | now:  # after another split, the run would be validated on data it was trained on
+        if before.get(name) != now.get(name):
+            raise MisuseError(
+                rule="A run continues with its own data",
+                got=f"its {name} was {shown(before.get(name))} and is {shown(now.get(name))}",
+                advice="Give the same --data and its options, or another --run.",
+            )
+    candidates = [plan.candidate, *(fallback.candidate for fallback in plan.fallbacks)]
+    if checkpoint.candidate in candidates[state.ladder.rung : state.ladder.rung + 1]:
+        return state
+    return msgspec.structs.replace(state, ladder=LadderPosition())  # another plan: start at the top of its ladder
+
+
+def _sequences(state: TrainState) -> dict[str, Any]:
+    """What determines the sequences, as a checkpoint returns it: options by their flags, then the data's description.
+
+    Options come first, since the description follows from them.
+    """
+    values = {flag(name): value for name, value in msgspec.structs.asdict(state.data_options).items()} | state.data
+    kept = {name: value for name, value in values.items() if name not in _MAY_CHANGE}
+    return msgspec.json.decode(msgspec.json.encode(kept), type=dict[str, Any])
+
+
+def _training(config: TrainConfig, device: Device) -> Training:
+    """The model with its optimizer."""
+    plan, lr = config.plan, config.options.lr
+    torch.manual_seed(config.data_options.seed)
+    training = prepare(plan.spec, plan.candidate, device.name, lr)
+    if config.model is None:
+        return training
+    own = build_model(config.model, plan.spec).to(device.name)
+    return replace(training, model=own, optimizer=make_optimizer(own, plan.candidate, lr))
+
+
+def _loader(config: TrainConfig, device: Device) -> Loader:
+    """The loader of the training data, with the user's workers, the plan's or, for a card, as many as fit.
+
+    Workers that the user asked for prepare no more ahead than there is memory for. Several processes that train
+    together have no workers: each reads its own share.
+    """
+    plan, options = config.plan, config.data_options
+    candidate, cuda = plan.candidate, device.name != "cpu"
+    workers, prefetch = candidate.workers if options.workers is None else options.workers, candidate.prefetch
+    if config.ranks.world > 1:
+        workers = 0
+    elif cuda and options.workers is None and not workers:
+        workers, prefetch = size_loader(plan.spec, candidate, _loader_room_bytes(plan), cores=cores(), pinned=True)
+    elif options.workers:
+        asked = msgspec.structs.replace(candidate, workers=workers)
+        prefetch = prefetch_within(plan.spec, asked, _loader_room_bytes(plan), pinned=cuda) or 1
+    return Loader(
+        source=config.data.train,
+        spec=plan.spec,
+        buckets={plan.spec.steps: candidate.microbatch},
+        seed=options.seed,
+        workers=workers,
+        prefetch=prefetch,
+        pinned=cuda,
+    )
+
+
+def _loader_room_bytes(plan: Plan) -> int:
+    """Host memory for workers and their microbatches, which pass through /dev/shm (64 MiB in many containers)."""
+    room_bytes = open_device("cpu").budget().left_bytes
+    if not plan.where.cuda:  # the training itself needs its share
+        room_bytes -= plan.expected.peak_bytes
+    return min(room_bytes, shutil.disk_usage(SHARED_MEMORY).free) if SHARED_MEMORY.is_dir() else room_bytes

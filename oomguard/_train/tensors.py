@@ -1,0 +1,219 @@
+"""The state of a training as named tensors and JSON, and safetensors files that hold the tensors.
+
+Tensors go to the disk and come back one at a time, so neither direction needs room for a second model. safetensors
+itself only reads the files: its own writer first copies all tensors of a card to host memory, and a checksum would need
+a second pass over the file.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from oomguard._core.errors import MisuseError
+from oomguard._core.system import opened, write_all
+from oomguard._guard import rng_states, set_rng_states
+from oomguard._step import Training
+
+_RUN_OPTIONS = ("params", "foreach", "fused", "capturable", "differentiable")
+"""Entries of an optimizer's group that follow from the candidate, which may differ after a resume."""
+_DTYPES = {
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"},
+    **{torch.uint8: "U8", torch.bool: "BOOL"},
+}
+"""Names in the header (safetensors 0.8, lib.rs, Dtype) of all dtypes that weights and optimizer states have."""
+_ALIGNED_BYTES = 8  # safetensors 0.8, lib.rs: the header is padded with spaces, so that the tensors are aligned
+
+
+class Dense(msgspec.Struct, frozen=True, tag="dense"):
+    """A tensor of the optimizer's state; its content is in the file."""
+
+
+class Sparse(msgspec.Struct, frozen=True, kw_only=True, tag="sparse"):
+    """A sparse tensor of the optimizer's state; its indices and values are in the file."""
+
+    size: list[int]
+    """The tensor's shape."""
+    coalesced: bool
+    """Whether each index occurs once. The rounding of the next addition depends on it."""
+
+
+class Plain(msgspec.Struct, frozen=True, kw_only=True, tag="plain"):
+    """An entry of the optimizer's state that is not a tensor."""
+
+    value: Any
+    """The value, as JSON can hold it."""
+
+
+class OptimizerState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The state of optimizer and scaler without the tensors' content."""
+
+    optimizer: str
+    """Name of the optimizer's class."""
+    groups: list[dict[str, Any]]
+    """Learning rate and other numbers of each parameter group."""
+    kept: dict[str, dict[str, Dense | Sparse | Plain]]
+    """State of each parameter, by the parameter's name."""
+    scaler: dict[str, Any] | None = None
+    """State of the loss scaler for fp16; None: there is none."""
+
+
+class Checksum(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Identifies the content of a file."""
+
+    sha256: str
+    """SHA-256 of the bytes, in hexadecimal."""
+    size_bytes: int
+    """Length of the file."""
+
+
+def collect_state(training: Training) -> tuple[OptimizerState, dict[str, Tensor]]:
+    """The state of a training as it is now. The tensors are its own, not copies."""
+    tensors = weights(training.model)
+    tensors |= {f"random.{name}": state for name, state in rng_states(training.model.device).items()}
+    kept: dict[str, dict[str, Dense | Sparse | Plain]] = {}
+    for name, parameter in training.model.named_parameters():
+        for key, value in training.optimizer.state.get(parameter, {}).items():
+            kept.setdefault(name, {})[key] = _describe(f"optimizer.{name}.{key}", value, tensors)
+    groups = [
+        {name: value for name, value in group.items() if name not in _RUN_OPTIONS}
+        for group in training.optimizer.param_groups
+    ]
+    scaler = None if training.scaler is None else training.scaler.state_dict()
+    return OptimizerState(optimizer=type(training.optimizer).__name__, groups=groups, kept=kept, scaler=scaler), tensors
+
+
+def weights(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by their names in a checkpoint. Tied weights are there once, under their first name."""
+    return {f"model.{name}": value for name, value in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def _describe(name: str, value: Any, tensors: dict[str, Tensor]) -> Dense | Sparse | Plain:
+    """Put a tensor of the optimizer's state among the tensors and return its description."""
+    if not isinstance(value, Tensor):
+        return Plain(value=value)
+    if value.layout is not torch.sparse_coo:
+        tensors[name] = value
+        return Dense()
+    tensors[f"{name}.indices"], tensors[f"{name}.values"] = value._indices(), value._values()
+    return Sparse(size=[*value.shape], coalesced=value.is_coalesced())
+
+
+class TensorFile:
+    """A safetensors file, read one tensor at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with self._open() as file:
+            self.names = {*file.keys()}
+
+    def read(self, name: str) -> Tensor:
+        """A tensor that is mapped from the file. Copy it to keep it."""
+        with self._open() as file:  # again for each tensor: pages that were read count as memory until it is closed
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+    def _open(self) -> Any:
+        try:
+            return safe_open(self.path, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise MisuseError(
+                rule="A checkpoint must stay in place until it is restored",
+                got=f"{self.path} cannot be read any more ({error})",
+                advice="Load the newest checkpoint again.",
+            ) from None
+
+
+def put_weights(model: torch.nn.Module, file: TensorFile) -> None:
+    """Copy the weights into a model in place: they may be tied, or views of one block that cuDNN reads."""
+    with torch.no_grad():
+        for name, value in weights(model).items():
+            value.copy_(file.read(name))
+
+
+def put_state(training: Training, state: OptimizerState, file: TensorFile) -> None:
+    """Give a training the state that `collect_state` returned, bit for bit."""
+    put_weights(training.model, file)
+    optimizer, names = training.optimizer, {p: name for name, p in training.model.named_parameters()}
+    optimizer.state.clear()
+    for group, numbers in zip(optimizer.param_groups, state.groups, strict=True):
+        for key, value in numbers.items():
+            group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+        for parameter in group["params"]:
+            if (name := names[parameter]) in state.kept:
+                optimizer.state[parameter] = {
+                    key: _rebuild(f"optimizer.{name}.{key}", value, file, _device_of(training, group, parameter, key))
+                    for key, value in state.kept[name].items()
+                }
+    if training.scaler is not None and state.scaler is not None:
+        training.scaler.load_state_dict(state.scaler)
+    # last, since nothing after it may draw random numbers
+    states = {name: file.read(f"random.{name}").clone() for name in ("cpu", "cuda") if f"random.{name}" in file.names}
+    set_rng_states(training.model.device, states)
+
+
+def _device_of(training: Training, group: dict[str, Any], parameter: Tensor, key: str) -> torch.device:
+    """The device on which the optimizer expects an entry of its state.
+
+    PyTorch keeps the step counter on the CPU unless a kernel on the card reads it (torch 2.13, optimizer.py,
+    `_process_value_according_to_param_policy`).
+    """
+    if key == "step":
+        on_card = group.get("fused") or group.get("capturable")
+        return parameter.device if on_card else torch.device("cpu")
+    return torch.device("cpu") if training.candidate.offload else parameter.device
+
+
+def _rebuild(name: str, value: Dense | Sparse | Plain, file: TensorFile, device: torch.device) -> Any:
+    if isinstance(value, Plain):
+        return value.value
+    if isinstance(value, Dense):
+        return file.read(name).to(device, copy=True)
+    indices, values = (file.read(f"{name}.{part}").to(device, copy=True) for part in ("indices", "values"))
+    return torch.sparse_coo_tensor(indices, values, value.size, is_coalesced=value.coalesced, check_invariants=False)
+
+
+def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> Checksum:
+    """Write a new file piece by piece. It is on the disk when this returns."""
+    digest, size_bytes = hashlib.sha256(), 0
+    with opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
+        for piece in pieces:
+            digest.update(piece)
+            write_all(file, piece)
+            size_bytes += len(piece)
+            del piece  # otherwise it stays in host memory while the next tensor comes from the card
+        os.fsync(file)
+    return Checksum(sha256=digest.hexdigest(), size_bytes=size_bytes)
+
+
+def checksum_of(path: Path) -> Checksum:
+    """The checksum of a file's present content."""
+    with path.open("rb") as file:
+        return Checksum(sha256=hashlib.file_digest(file, "sha256").hexdigest(), size_bytes=file.tell())
+
+
+def file_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file, piece by piece. Tensors that share memory are written separately.
+
+    First come eight bytes with the length of the header, then the header: dtype, shape and place of every tensor as
+    JSON. A tensor is copied only if it is on a card or not contiguous.
+    """
+    # widest dtypes first: all tensors are aligned then, though the format allows no gaps
+    ordered = sorted(tensors.items(), key=lambda pair: (-pair[1].element_size(), pair[0]))
+    entries, end = {}, 0
+    for name, tensor in ordered:
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNED_BYTES)
+    yield len(text).to_bytes(8, "little") + text
+    for _, tensor in ordered:
+        yield tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data

@@ -1,5 +1,0 @@
-"""A probe: a few real steps of a candidate in a child process, so that whatever happens to it happens to nobody else.
-
-runner.py starts the child, watches it and reaps it; child.py serves; sample.py runs the steps; verdict.py is the only
-judge of what came of them; record.py is the frozen result, and ledger.py the file of all of them.
-"""

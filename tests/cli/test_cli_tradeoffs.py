@@ -1,0 +1,230 @@
+"""`oomguard tradeoffs`: what it prints, what it writes, what it refuses."""
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from PIL import Image
+from report.subjects import plan, segments
+
+import oomguard
+from oomguard._cli.app import run
+from oomguard._core.units import format_bytes
+from oomguard._probe.record import RECORDS, Ledger
+from oomguard._report import page
+from oomguard._report.curve import Curve
+from oomguard._report.curves import MAKERS
+from oomguard._report.draw import to_png
+
+MODEL = "tradeoffs --model lstm --seq 10000 --device a100-80gb"
+
+
+def output(capsys: pytest.CaptureFixture[str], command: str, *words: str) -> str:
+    """What a command that succeeds prints."""
+    assert run([*command.split(), *words]) == 0
+    return capsys.readouterr().out
+
+
+def refusal(capsys: pytest.CaptureFixture[str], command: str, *words: str) -> str:
+    """What a command that is refused says."""
+    assert run([*command.split(), *words]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    return said.err
+
+
+def test_the_screen_has_the_front_fastest_first(capsys: pytest.CaptureFixture[str]) -> None:
+    said = output(capsys, MODEL, "--over", "microbatch=1..64", "--over", "segments=1,4,16,64")
+    assert "256 candidates, 256 fit." in said
+    assert "Speeds are guesses" in said
+    rows = [re.split(r"\s{2,}", line.strip()) for line in said.splitlines() if re.match(r"\s+\d+ ", line)]
+    speeds = [int(row[-1].replace(",", "")) for row in rows]
+    assert speeds == sorted(speeds, reverse=True)
+    assert rows[0][:2] == ["64 × 1", "1"]
+    assert len(rows) <= 14
+
+
+def test_the_json_is_the_whole_table(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(output(capsys, MODEL, "--over", "microbatch=1..8", "--json"))
+    table = oomguard.tradeoffs(cell="lstm", seq=10_000, device="a100-80gb", over={"microbatch": range(1, 9)})
+    assert found["over"] == {"microbatch": [*range(1, 9)]}
+    assert [row["total_bytes"] for row in found["rows"]] == table["total_bytes"].tolist()
+    assert found["rows"][0]["window"] is None
+    assert found["spec"]["cell"] == "lstm"
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_a_table_can_be_read_back(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / f"new folder/table{suffix}"
+    said = output(capsys, MODEL, "--over", "microbatch=1..8", "--over", "window=none,500", "--output", str(path))
+    assert f"Written to {path}." in said.replace("\n", " ")
+    found = pd.read_csv(path) if suffix == ".csv" else pd.read_parquet(path)
+    over = {"microbatch": range(1, 9), "window": [None, 500]}
+    table = oomguard.tradeoffs(cell="lstm", seq=10_000, device="a100-80gb", over=over)
+    assert [*found.columns] == [*table.columns]
+    assert found["total_bytes"].tolist() == table["total_bytes"].tolist()
+    assert found["window"].isna().tolist() == table["window"].isna().tolist()
+    assert found["precision"].tolist() == table["precision"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("words", "title"),
+    [(["--over", "segments=1,4,16"], "segments"), (["--curve", "terms"], "terms"), ([], "front")],
+)
+def test_a_picture_is_of_the_curve_that_tells_most_or_is_named(
+    words: list[str], title: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[str] = []
+
+    def noted(curve: Curve) -> bytes:
+        drawn.append(curve.name)
+        return to_png(curve)
+
+    monkeypatch.setattr(page, "to_png", noted)
+    path = tmp_path / "curve.PNG"
+    output(capsys, MODEL, *words, "--output", str(path))
+    assert drawn == [title]
+    assert Image.open(io.BytesIO(path.read_bytes())).format == "PNG"
+
+
+def test_a_page_has_all_curves_and_needs_no_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "page.html"
+    output(capsys, "tradeoffs --model gru --seq 200 --device t4 --output", str(path))
+    text = path.read_text()
+    assert all(f'data-curve="{name}"' in text for name in MAKERS)
+    assert not re.search(r"<(?:script|link|img|iframe)[^>]+(?:src|href)", text)
+    assert "http:" not in text
+    assert "https:" not in text
+
+
+def test_a_plan_gives_model_device_budget_and_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(oomguard.save_plan(plan(), tmp_path / "plan.json"))
+    said = output(capsys, "tradeoffs", "--plan", path)
+    assert f"T = 4,000, batch 32 on cpu, budget 600.00 MiB, {len(plan().records)} records." in said
+    assert len([line for line in said.splitlines() if line.endswith(format_bytes(plan().peak_bytes))]) == 1
+    assert "guess" not in said
+    ledger = Ledger(tmp_path / RECORDS)
+    for record in plan().records:
+        ledger.append(record)
+    words = f"tradeoffs --model lstm --seq 4000 --budget 600MiB --over segments=1,{segments()} --json --ledger"
+    (_, row) = json.loads(output(capsys, words, str(tmp_path)))["rows"]
+    assert (row["verdict"], row["measured_peak_bytes"]) == ("FITS", plan().peak_bytes)
+
+
+def test_what_was_measured_is_on_the_screen_even_among_many_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(oomguard.save_plan(plan(), tmp_path / "plan.json"))
+    said = output(capsys, "tradeoffs --over segments=1..64 --over microbatch=1..32 --budget 20GiB --plan", path)
+    (line,) = [line for line in said.splitlines() if line.endswith(format_bytes(plan().peak_bytes))]
+    assert line.split()[:4] == [str(segments()), "32", "×", "1"]
+    assert "with all measured rows" in said.replace("\n", " ")
+
+
+def test_nothing_that_fits_is_exit_code_1_and_says_what_is_least(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*MODEL.split(), "--budget", "500MiB"]) == 1
+    said = capsys.readouterr().out
+    assert "Nothing fits" in said
+    assert "The smallest of them needs" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--output", "x.txt"], "--output must end in one of .csv, .parquet, .png, .html"),
+        (["--output", "x"], "--output must end in one of .csv, .parquet, .png, .html"),
+        (["--output", "nowhere.png", "--curve", "fronts"], "Did you mean front"),
+        (["--curve", "front"], "--curve chooses what a .png shows"),
+        (["--curve", "front", "--output", "x.html"], "--curve chooses what a .png shows"),
+        (["--over", "microbatch"], "--over microbatch=1..64"),
+        (["--over", "micro=1"], "Did you mean microbatch"),
+        (["--over", "microbatch=1", "--over", "microbatch=2"], "each name once"),
+        (["--over", "microbatch=1..64", "--batch", "32"], "got 33 of 32"),
+        (["--over", "segments=1,4", "--segments", "4"], "either fixed or varied"),
+        (["--over", "seq=1..100000"], "got 100,000"),
+        (["--plan", "a.json", "--ledger", "b"], "come from a plan or from a ledger"),
+        (["--ledger", "nowhere"], "there is no nowhere"),
+        (["--budget", "much"], "--budget"),
+        (["--device", "a1000-gpu"], "--device"),
+    ],
+)
+def test_a_wrong_question_is_one_message(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in refusal(capsys, MODEL, *words)
+
+
+@pytest.mark.parametrize("suffix", [".png", ".html"])
+@pytest.mark.parametrize("name", ["hidden", "batch", "model", "threads"])
+def test_curves_of_several_models_are_refused(
+    name: str, suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {"model": "lstm,gru"}.get(name, "8,16")
+    words = f"tradeoffs --model lstm --seq 50 --over {name}={values} --over microbatch=1,2 --budget 1GiB --output"
+    said = refusal(capsys, words, str(tmp_path / f"h{suffix}"))
+    assert "Charts show one model" in said
+    assert f"but got --over {name}. Write .csv, or give one --{name}." in said
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("over", "said"),
+    [
+        ("hidden=512,1024", "Trade-offs of lstm, hidden 512 to 1,024"),
+        ("hidden=512", "Trade-offs of lstm, hidden 512"),
+        ("model=lstm,gru", "Trade-offs of lstm or gru"),
+        ("layer-norm=true,false", "Trade-offs of lstm 64 → 256 × 2 layers, layer norm True or False"),
+        ("seq=100,1000,200", "T = 100 to 1,000, batch 32 on t4-16gb"),
+        ("batch=1..8*2", "T = 500, batch 1 to 8 on t4-16gb"),
+    ],
+)
+def test_the_heading_names_no_single_value_of_what_varies(
+    over: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = output(capsys, "tradeoffs --model lstm --seq 500 --device t4 --microbatch 1 --over", over).splitlines()
+    assert any(line == said or line.startswith(f"{said}, budget") for line in lines[:2])
+
+
+def test_a_page_over_lengths_says_so_and_is_of_the_longest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "page.html"
+    words = "tradeoffs --model gru --seq 50 --device t4 --over seq=100..400*2 --output"
+    output(capsys, words, str(path))
+    text = path.read_text()
+    assert "T = 100 to 400, batch 32" in text
+    assert "At 400 steps" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--hidden 512", "got --hidden. Leave it out, or leave --plan out and give --model."),
+        ("--model gru", "got --model. Leave it out, or leave --plan out."),
+        ("--seq 10 --no-bidirectional", "got --seq and --no-bidirectional. Leave them out, or leave --plan out and"),
+        ("--preset char-lm", "got --preset."),
+    ],
+)
+def test_a_plan_takes_no_other_spec(given: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(oomguard.save_plan(plan(), tmp_path / "plan.json"))
+    assert f"A plan has its own spec, but {said}" in refusal(capsys, f"tradeoffs {given} --plan", path)
+
+
+def test_a_model_must_be_named_unless_there_is_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--model" in refusal(capsys, "tradeoffs")
+
+
+def test_a_batch_of_a_preset_is_not_changed(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "tradeoffs --preset char-lm --device t4 --over microbatch=4096"
+    assert "--microbatch must not be larger than --batch" in refusal(capsys, words)
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_computed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    said = refusal(capsys, MODEL, "--output", str(tmp_path / "file" / "x.csv"))
+    assert "--output must be a file that can be written" in said
+    assert "such as tradeoffs.csv." in said
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]

@@ -1,0 +1,270 @@
+"""The search as an Optuna study: what a trial holds, who sees it, and what becomes of it if its process is gone."""
+
+import ast
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from optuna.trial import TrialState
+from search.machine import Machine, make_problem
+from strategies import attempt, has_three_beats
+
+import oomguard
+from oomguard._core.errors import MisuseError
+from oomguard._core.units import GIB
+from oomguard._probe.record import Record
+from oomguard._probe.verdict import Verdict
+from oomguard._search.approach import Probe, State
+from oomguard._search.propose import propose
+from oomguard._search.study import GRACE_SECONDS, TrialStore, storage_in
+from oomguard._spec.candidate import Candidate, make_candidate
+from oomguard._spec.spec import Spec
+
+GRU = Spec(cell="gru", seq=400, hidden=64, batch=16)
+
+
+def make_probe(**knobs: Any) -> Probe:
+    short = msgspec.structs.replace(GRU, seq=100)
+    candidate = make_candidate(short, **{"threads": 2, "microbatch": 4} | knobs)
+    return Probe(spec=short, candidate=candidate, role="explore", passes=2, peak_bytes=1, seconds_per_pass=0.1)
+
+
+def run(probe: Probe, budget_bytes: int = GIB) -> Record:
+    return Machine().probe(probe, budget_bytes)
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> str:
+    return storage_in(tmp_path)
+
+
+# trials
+
+
+def test_a_probe_is_a_trial_with_its_knobs_and_its_length() -> None:
+    trials, probe = TrialStore("a", ("throughput",)), make_probe(segments=5, allocator="plain")
+    trials.end(trials.begin(probe, 10), GRU, run(probe))
+    (trial,) = trials.study.trials
+    knobs = {name: value for name, value in msgspec.structs.asdict(probe.candidate).items() if value is not None}
+    assert trial.params == knobs | {"seq": 100}
+
+
+def test_a_trial_is_worth_sequences_of_the_asked_length_per_second() -> None:
+    trials, probe = TrialStore("a", ("throughput",)), make_probe()
+    record = run(probe)
+    trials.end(trials.begin(probe, 10), GRU, record)
+    (trial,) = trials.study.trials
+    assert record.seconds_per_step is not None
+    assert trial.state is TrialState.COMPLETE
+    assert trial.values == [pytest.approx(16 / record.seconds_per_step / 4)]
+
+
+def test_every_aim_has_its_value_and_its_name() -> None:
+    trials, probe = TrialStore("a", ("microbatch", "seq")), make_probe()
+    trials.end(trials.begin(probe, 10), GRU, run(probe))
+    assert trials.study.trials[0].values == [4.0, 100.0]
+    assert trials.study.metric_names == ["microbatch", "seq"]
+    assert len(trials.study.best_trials) == 1
+
+
+@pytest.mark.parametrize(("budget_bytes", "verdict"), [(GIB, Verdict.FITS), (1000, Verdict.OVER)])
+def test_the_constraint_is_what_the_peak_exceeds_the_budget_by(budget_bytes: int, verdict: Verdict) -> None:
+    trials, probe = TrialStore("a", ("throughput",)), make_probe()
+    record = msgspec.structs.replace(run(probe), budget_bytes=budget_bytes, verdict=verdict)
+    trials.end(trials.begin(probe, 10), GRU, record)
+    assert record.peak_bytes is not None
+    assert trials.study.trials[0].constraints == {"excess_bytes": float(record.peak_bytes - budget_bytes)}
+
+
+def test_the_record_is_read_back_as_it_was() -> None:
+    trials, probe = TrialStore("a", ("throughput",)), make_probe()
+    record = run(probe)
+    trials.end(trials.begin(probe, 10), GRU, record)
+    assert trials.records() == [record]
+    assert trials.study.trials[0].user_attrs["verdict"] == "FITS"
+
+
+def test_what_measured_nothing_is_a_failed_trial_with_its_record() -> None:
+    trials, probe = TrialStore("a", ("throughput",)), make_probe()
+    record = run(probe, 1)
+    trials.end(trials.begin(probe, 10), GRU, record)
+    assert record.verdict is Verdict.OOM
+    assert trials.study.trials[0].state is TrialState.FAIL
+    assert trials.records() == [record]
+
+
+def test_a_probe_is_pending_until_it_ends() -> None:
+    trials, probe = TrialStore("a", ("throughput",)), make_probe()
+    trial = trials.begin(probe, 10)
+    assert trials.pending() == [probe]
+    trials.end(trial, GRU, run(probe))
+    assert trials.pending() == []
+
+
+def test_a_probe_that_was_interrupted_failed_and_has_no_record() -> None:
+    trials = TrialStore("a", ("throughput",))
+    trials.drop(trials.begin(make_probe(), 10))
+    assert [one.state for one in trials.study.trials] == [TrialState.FAIL]
+    assert (trials.pending(), trials.records()) == ([], [])
+
+
+def test_every_candidate_of_a_space_can_be_a_trial() -> None:
+    trials = TrialStore("a", ("throughput",))
+    for knobs in (
+        {"microbatch": 16, "segments": 100},
+        {"microbatch": 1, "window": 7, "precision": "fp16"},
+        {"segments": 8, "recompute": False, "keep": "host", "offload": True, "update": "loop"},
+        {"segments": 8, "levels": 3, "engine": "native", "state_8bit": True, "threads": None},
+    ):
+        trials.begin(make_probe(**knobs), 10)
+    assert [trial.params["microbatch"] for trial in trials.study.trials] == [16, 1, 4, 4]
+
+
+def test_a_batch_of_one_can_be_a_trial() -> None:
+    spec = Spec(cell="gru", seq=1, batch=1)
+    probe = Probe(
+        spec=spec,
+        candidate=Candidate(microbatch=1),
+        role="confirm",
+        passes=1,
+        peak_bytes=1,
+        seconds_per_pass=0.1,
+    )
+    trials = TrialStore("a", ("throughput",))
+    trials.end(trials.begin(probe, 10), spec, run(probe))
+    assert trials.study.trials[0].params["seq"] == 1
+
+
+def test_the_first_value_that_is_noted_stays(storage: str) -> None:
+    assert TrialStore("a", ("throughput",), storage).note("budget_bytes", 5) == 5
+    assert TrialStore("a", ("throughput",), storage).note("budget_bytes", 7) == 5
+
+
+# a storage
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["nosuch://me:s3cret@nowhere/study", "nosuch://me:s3c@ret@nowhere/study", "nosuch://nowhere/a?password=s3cret"],
+)
+def test_a_storage_that_cannot_be_opened_is_told_without_its_password(url: str) -> None:
+    with pytest.raises(MisuseError, match=r"nosuch://.*nowhere") as caught:
+        TrialStore("a", ("throughput",), url)
+    assert "s3c" not in str(caught.value)
+
+
+def test_two_workers_see_each_others_records_and_probes(storage: str) -> None:
+    here, there = (TrialStore("a", ("throughput",), storage) for _ in range(2))
+    first, second = make_probe(), make_probe(microbatch=8)
+    record = run(first)
+    here.end(here.begin(first, 10), GRU, record)
+    here.begin(second, 10)
+    assert there.records() == [record]
+    assert there.pending() == [second]
+
+
+def test_two_questions_in_one_storage_do_not_meet(storage: str) -> None:
+    one, other = (TrialStore(name, ("throughput",), storage) for name in ("one", "other"))
+    one.begin(make_probe(), 10)
+    assert other.pending() == []
+
+
+def test_what_a_worker_does_next_takes_in_what_the_other_is_doing(storage: str) -> None:
+    problem = make_problem(Spec(cell="lstm", seq=10_000), 20 * GIB)
+    here, there = (TrialStore("a", ("throughput",), storage) for _ in range(2))
+    first = propose(State(problem=problem, records=[]))
+    assert first is not None
+    here.end(here.begin(first, 10), problem.spec, run(first, problem.budget_bytes))
+    second = propose(State(problem=problem, records=here.records(), pending=here.pending()))
+    assert second is not None
+    here.begin(second, 10)
+    third = propose(State(problem=problem, records=there.records(), pending=there.pending()))
+    assert third is None or not third.is_of(second)
+
+
+BEGIN = """
+import os, sys, msgspec
+from oomguard._search.study import TrialStore
+from oomguard._search.approach import Probe
+TrialStore("a", ("throughput",), sys.argv[1]).begin(msgspec.json.decode(sys.argv[2], type=Probe), 1e6)
+os._exit(9)
+"""
+
+
+def test_a_trial_of_a_process_that_was_killed_has_failed_when_the_study_is_opened_again(storage: str) -> None:
+    words = [sys.executable, "-c", BEGIN, storage, msgspec.json.encode(make_probe()).decode()]
+    assert subprocess.run(words, check=False, timeout=60).returncode == 9
+    trials = TrialStore("a", ("throughput",), storage)
+    assert [trial.state for trial in trials.study.trials] == [TrialState.FAIL]
+    assert trials.pending() == []
+
+
+def test_a_trial_of_a_process_that_lives_is_left(storage: str) -> None:
+    TrialStore("a", ("throughput",), storage).begin(make_probe(), -1e6)
+    assert TrialStore("a", ("throughput",), storage).pending() == [make_probe()]
+
+
+@pytest.mark.parametrize(
+    ("owner", "until", "dead"),
+    [
+        (f"{socket.gethostname()} {os.getpid()} 1", 1e6, True),  # another process had this number before
+        (f"{socket.gethostname()} {(1 << 22) + 1} 5", 1e6, True),
+        ("elsewhere 1 1", 1e6, False),
+        ("elsewhere 1 1", -GRACE_SECONDS / 2, False),
+        ("elsewhere 1 1", -2 * GRACE_SECONDS, True),
+    ],
+    ids=["number taken again", "no such process", "elsewhere", "elsewhere, a little late", "elsewhere, far too late"],
+)
+def test_who_has_died_and_who_may_still_live(owner: str, until: float, dead: bool) -> None:
+    trials = TrialStore("a", ("throughput",))
+    trial = trials.begin(make_probe(), 10)
+    trial.set_user_attr("owner", owner)
+    trial.set_user_attr("until", time.time() + until)
+    trials.recover()
+    assert (trials.pending() == []) is dead
+
+
+@pytest.mark.parametrize(
+    "url", ["sqlite:////nowhere/at/all/study.db", "nonsense", "nosuchdb://host/name", "sqlite:///", ""], ids=str
+)
+def test_a_storage_that_cannot_be_opened_is_a_misuse(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    error = attempt(lambda: TrialStore("a", ("throughput",), url) and None)
+    if url == "sqlite:///":  # a database in memory: nobody else sees it, but it works
+        assert error is None
+        return
+    assert isinstance(error, MisuseError)
+    assert has_three_beats(error)
+    assert "such as sqlite:///study.db" in error.rule
+
+
+def test_a_storage_that_is_no_database_is_a_misuse(tmp_path: Path) -> None:
+    (tmp_path / "study.db").write_bytes(b"not a database" * 100)
+    assert has_three_beats(attempt(lambda: TrialStore("a", ("throughput",), storage_in(tmp_path)) and None))
+
+
+# imports
+
+
+def test_no_other_file_imports_optuna() -> None:
+    root = Path(oomguard.__file__).parent
+    found = set()
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found |= {path.relative_to(root).as_posix() for name in names if name.split(".")[0] == "optuna"}
+    assert found == {"_search/study.py"}
+
+
+def test_a_plan_by_arithmetic_does_not_wait_for_optuna() -> None:
+    code = "import sys, oomguard; oomguard.find_feasible_config(cell='gru', seq=9, device='t4'); "
+    code += "print('optuna' in sys.modules, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout == "False False\n"
