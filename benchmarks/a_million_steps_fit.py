@@ -2,8 +2,8 @@
 
     python benchmarks/a_million_steps_fit.py [--smoke]
 
-Both ways are probed in a child process that may use 1 GiB: the plain step, which must not fit (or the case would not
-be hard), and the same step in exact segments.
+A child process that is limited to 1 GiB probes the plain step and the same step in exact segments. The plain step must
+not fit, because otherwise the case would not be hard.
 """
 
 import argparse

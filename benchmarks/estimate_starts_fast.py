@@ -2,7 +2,8 @@
 
     python benchmarks/estimate_starts_fast.py [ROUNDS] [--smoke]
 
-Both run as new processes, by turns, so that a busy machine slows them alike; the ratio of the medians counts.
+The two commands run in turns, each as a new process, so that a busy machine slows both alike. The claim is about the
+ratio of their median times.
 """
 
 import argparse
@@ -13,33 +14,34 @@ from statistics import median
 
 from results import publish
 
-OURS = [sys.executable, "-m", "oomguard", "estimate", "--model", "lstm", "--seq", "10000", "--json"]
-THEIRS = [sys.executable, "-c", "import torch"]
-MOST, ROUNDS = 0.4, 7
+ESTIMATE = [sys.executable, "-m", "oomguard", "estimate", "--model", "lstm", "--seq", "10000", "--json"]
+IMPORT_TORCH = [sys.executable, "-c", "import torch"]
+MAX_RATIO, ROUNDS = 0.4, 7
 
 
 def seconds(command: list[str]) -> float:
     began = time.perf_counter()
     code = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
-    assert code in (0, 1), command  # that it does not fit here is an answer too
+    assert code in (0, 1), command  # 1 means that the step does not fit, which is a valid answer
     return time.perf_counter() - began
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rounds", nargs="?", type=int, default=ROUNDS)
-    parser.add_argument("--smoke", action="store_true", help="one round, from a cold start")
-    given = parser.parse_args()
-    rounds = 1 if given.smoke else given.rounds
-    for command in () if given.smoke else (OURS, THEIRS):
-        seconds(command)  # the files come into the cache for both
-    times = [(seconds(OURS), seconds(THEIRS)) for _ in range(rounds)]
-    ours, theirs = median(one for one, _ in times), median(other for _, other in times)
-    for name, value in (("oomguard estimate", ours), ("import torch", theirs), ("ratio", ours / theirs)):
+    parser.add_argument("--smoke", action="store_true", help="run one round from a cold start")
+    args = parser.parse_args()
+    rounds = 1 if args.smoke else args.rounds
+    for command in () if args.smoke else (ESTIMATE, IMPORT_TORCH):
+        seconds(command)  # loads the files of both commands into the page cache
+    times = [(seconds(ESTIMATE), seconds(IMPORT_TORCH)) for _ in range(rounds)]
+    estimate_seconds, torch_seconds = median(own for own, _ in times), median(other for _, other in times)
+    ratio = estimate_seconds / torch_seconds
+    for name, value in (("oomguard estimate", estimate_seconds), ("import torch", torch_seconds), ("ratio", ratio)):
         print(f"{name:<20} {value:.3f}")
-    ratio = ours / theirs
-    claims = {} if given.smoke else {f"at most {MOST} of the time of importing torch ({ratio:.2f})": ratio <= MOST}
-    result = {"ratio": ratio, "seconds": ours, "torch_seconds": theirs, "rounds": rounds}
+    statement = f"at most {MAX_RATIO} of the time of importing torch ({ratio:.2f})"
+    claims = {} if args.smoke else {statement: ratio <= MAX_RATIO}
+    result = {"ratio": ratio, "seconds": estimate_seconds, "torch_seconds": torch_seconds, "rounds": rounds}
     publish("estimate_starts_fast", result, claims, whole=rounds >= ROUNDS)
 
 

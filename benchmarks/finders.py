@@ -1,14 +1,17 @@
-"""How oomguard and other tools find the largest microbatch: find_feasible_config, Lightning's Tuner.scale_batch_size,
-accelerate's find_executable_batch_size, toma's batch, and a plain Optuna search.
+"""Find the largest microbatch with oomguard or with another tool: find_feasible_config, Lightning's
+Tuner.scale_batch_size, accelerate's find_executable_batch_size, toma's batch, or a plain Optuna search.
 
     python benchmarks/finders.py '{"tool": "lightning-binsearch", "spec": {...}, "growth_bytes": ..., "start": ...}'
 
-prints one JSON line: what it found, its trials, how many of them ran out of memory, and its seconds: of the whole
-process, from its start, but without what only this measurement needs. oomguard is given `budget_bytes`. The others find
-the border by running into it, so their process is given one: RLIMIT_DATA, `growth_bytes` over what is committed after
-all is imported and a tiny step has run (so that the tool's own libraries do not count against it).
-`"translate": true` shows the tool every error that is one of memory in the words that it knows. The tool `plain` runs
-`start` sequences without a limit and prints what was committed.
+prints one JSON line: the microbatch that the tool found, the number of its trials, how many of them ran out of memory,
+and the seconds from the start of the process, without the time that only this measurement needs.
+
+oomguard gets a budget, `budget_bytes`. The other tools find the limit by running into it, so their process gets a real
+one: RLIMIT_DATA is set to `growth_bytes` more than the bytes that are committed after all imports and a tiny step. The
+libraries of a tool therefore do not count against it.
+
+With `"translate": true`, the tool sees every out-of-memory error with the message that it recognises. The tool `plain`
+runs `start` sequences without a limit and prints how many bytes were committed.
 """
 
 import json
@@ -30,7 +33,7 @@ from oomguard._spec.read import make_spec
 from oomguard._spec.spec import Spec
 
 STEPS = 3
-"""Of a trial: Lightning's default."""
+"""Optimizer steps per trial. 3 is Lightning's default."""
 OPTUNA_TRIALS = 20
 PACKAGES = {
     "lightning-power": "pytorch-lightning",
@@ -39,14 +42,14 @@ PACKAGES = {
     "toma": "toma",
     "optuna": "optuna",
 }
-"""The rivals, and what they come from."""
-KNOWN = "DefaultCPUAllocator: can't allocate memory"
-"""What the three tools take for an error of memory on the CPU (lightning 2.6.6, utilities/memory.py; accelerate 1.15.0,
-utils/memory.py; toma 1.1.0, cpu_memory.py)."""
+"""The rivals, and the package of each."""
+RECOGNISED = "DefaultCPUAllocator: can't allocate memory"
+"""The message by which Lightning, accelerate and toma recognise an out-of-memory error on the CPU (lightning 2.6.6,
+utilities/memory.py; accelerate 1.15.0, utils/memory.py; toma 1.1.0, cpu_memory.py)."""
 
 
 def installed() -> list[str]:
-    """The rivals that are here."""
+    """List the rivals that are installed."""
     return [tool for tool, package in PACKAGES.items() if is_installed(package)]
 
 
@@ -58,31 +61,31 @@ def is_installed(package: str) -> bool:
     return True
 
 
-def find(tool: str, spec: dict[str, Any], timeout: float = 1800, **asked: Any) -> dict[str, Any]:
-    """One tool in a process of its own, with the allocator setting `steady`. That it dies is a result."""
+def find(tool: str, spec: dict[str, Any], timeout: float = 1800, **request: Any) -> dict[str, Any]:
+    """Run one tool in its own process with the allocator setting `steady`. If it crashes, the answer has the error."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")} | ENVIRONMENT["steady"]
     began = time.monotonic()
-    asked |= {"tool": tool, "spec": spec, "began": began}  # this clock is the same in all processes
-    command = [sys.executable, str(Path(__file__)), json.dumps(asked)]
+    request |= {"tool": tool, "spec": spec, "began": began}  # all processes share the monotonic clock
+    command = [sys.executable, str(Path(__file__)), json.dumps(request)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
-        lines, died = done.stdout.splitlines(), f"exit code {done.returncode}: {done.stderr.strip()[-300:]}"
+        lines, error = done.stdout.splitlines(), f"exit code {done.returncode}: {done.stderr.strip()[-300:]}"
     except subprocess.TimeoutExpired:
-        lines, died = [], f"not done after {timeout:.0f} s"
+        lines, error = [], f"not done after {timeout:.0f} s"
     answer: dict[str, Any] = {"found": None, "trials": None, "ooms": None, "seconds": time.monotonic() - began}
-    return json.loads(lines[-1]) if lines and lines[-1].startswith("{") else answer | {"error": died}
+    return json.loads(lines[-1]) if lines and lines[-1].startswith("{") else answer | {"error": error}
 
 
 class Trials:
-    """Runs sizes, and counts."""
+    """Counts the trials of a tool and the out-of-memory errors among them."""
 
     def __init__(self, spec: Spec) -> None:
         self.spec, self.sizes, self.ooms, self.unknown = spec, list[int](), 0, list[str]()
         self.prepared = 0.0
-        """Seconds that only the measurement needed."""
+        """Seconds that only the measurement needed. They are not counted for the tool."""
 
     def count(self, rows: int, run: Callable[[], None], *, translate: bool) -> None:
-        """One trial of a tool."""
+        """Run and count one trial with this microbatch. `translate` replaces the message of an out-of-memory error."""
         from oomguard._probe.verdict import Verdict, judge
 
         self.sizes.append(rows)
@@ -92,34 +95,34 @@ class Trials:
             if judge(error) is not Verdict.OOM:
                 raise
             self.ooms += 1
-            if KNOWN not in str(error):
+            if RECOGNISED not in str(error):
                 self.unknown.append(f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}")
             if not translate:
                 raise
-        raise RuntimeError(KNOWN)  # outside of the except block, so that it holds no tensors
+        raise RuntimeError(RECOGNISED)  # raised outside of the except block, so that the error holds no tensors
 
-    def answer(self, found: int | None) -> dict[str, Any]:
-        return {"found": found, "trials": len(self.sizes), "ooms": self.ooms, "unknown": self.unknown}
+    def answer(self, microbatch: int | None) -> dict[str, Any]:
+        return {"found": microbatch, "trials": len(self.sizes), "ooms": self.ooms, "unknown": self.unknown}
 
 
 def knobs(spec: Spec) -> dict[str, Any]:
-    """What is fixed for all: what PyTorch does by itself, with one thread."""
+    """Return the knobs that are fixed for all tools: PyTorch's defaults with one thread."""
     engine = "onednn" if spec.cell == "lstm" else "native"
     return {"segments": 1, "threads": 1, "allocator": "steady", "engine": engine}
 
 
 def with_oomguard(spec: Spec, budget_bytes: int) -> dict[str, Any]:
-    """What oomguard finds, and what that took."""
+    """Find the largest microbatch with oomguard."""
     from oomguard import find_feasible_config
 
     plan = find_feasible_config(spec, budget=budget_bytes, maximize="microbatch", **knobs(spec))
-    over = sum(one.verdict.name == "OVER" for one in plan.records)
-    found = {"found": plan.candidate.microbatch, "trials": plan.probes, "ooms": plan.ooms + over}
-    return found | {"over": over, "peak_bytes": plan.peak_bytes}
+    over = sum(record.verdict.name == "OVER" for record in plan.records)
+    answer = {"found": plan.candidate.microbatch, "trials": plan.probes, "ooms": plan.ooms + over}
+    return answer | {"over": over, "peak_bytes": plan.peak_bytes}
 
 
-def steps_of(spec: Spec, rows: int) -> None:
-    """What a user's training function does: a new model, a few optimizer steps."""
+def train_steps(spec: Spec, rows: int) -> None:
+    """Make a new model and run a few optimizer steps, as the training function of a user would."""
     import torch
 
     from oomguard._probe.sample import random_microbatch
@@ -127,73 +130,73 @@ def steps_of(spec: Spec, rows: int) -> None:
     from oomguard._spec.candidate import Candidate
     from oomguard._step import make_optimizer
 
-    model, dice = build(spec), torch.Generator().manual_seed(0)
+    model, rng = build(spec), torch.Generator().manual_seed(0)
     optimizer = make_optimizer(model, Candidate(microbatch=1))
     for _ in range(STEPS):
-        batch = random_microbatch(spec, rows, dice)
+        batch = random_microbatch(spec, rows, rng)
         torch.nn.functional.mse_loss(model(batch.inputs, None)[0], batch.targets).backward()
         optimizer.step()
         optimizer.zero_grad()
         del batch
 
 
-def training(trials: Trials, asked: dict[str, Any]) -> Callable[[int], int]:
-    """What a user hands to a tool: trains with a microbatch, and gives it back."""
+def make_train(trials: Trials, request: dict[str, Any]) -> Callable[[int], int]:
+    """Make the function that a user passes to a tool. It trains with a microbatch and returns that microbatch."""
 
     def train(rows: int) -> int:
-        trials.count(rows, lambda: steps_of(trials.spec, rows), translate=asked["translate"])
+        trials.count(rows, lambda: train_steps(trials.spec, rows), translate=request["translate"])
         return rows
 
     return train
 
 
-def with_accelerate(trials: Trials, asked: dict[str, Any], ready: Callable[[], None]) -> int:
+def with_accelerate(trials: Trials, request: dict[str, Any], ready: Callable[[], None]) -> int:
     from accelerate.utils import find_executable_batch_size
 
     ready()
-    found: int = find_executable_batch_size(training(trials, asked), starting_batch_size=asked["start"])()
-    return found
+    microbatch: int = find_executable_batch_size(make_train(trials, request), starting_batch_size=request["start"])()
+    return microbatch
 
 
-def with_toma(trials: Trials, asked: dict[str, Any], ready: Callable[[], None]) -> int:
+def with_toma(trials: Trials, request: dict[str, Any], ready: Callable[[], None]) -> int:
     from toma import toma
 
     ready()
-    found: int = toma.batch(training(trials, asked), initial_batchsize=asked["start"])()
-    return found
+    microbatch: int = toma.batch(make_train(trials, request), initial_batchsize=request["start"])()
+    return microbatch
 
 
-def with_optuna(trials: Trials, asked: dict[str, Any], ready: Callable[[], None]) -> int | None:
-    """TPE over the logarithm of the microbatch, to maximise what runs; a trial that runs out of memory is pruned.
+def with_optuna(trials: Trials, request: dict[str, Any], ready: Callable[[], None]) -> int | None:
+    """Maximise the microbatch with TPE on a logarithmic scale. A trial that runs out of memory is pruned.
 
-    It is told of any error of memory: here it is the user who catches them.
+    The objective catches every out-of-memory error itself, as a user of Optuna would, whatever its message is.
     """
     import optuna
 
-    train = training(trials, asked)
+    train = make_train(trials, request)
 
     def objective(trial: Any) -> int:
-        rows, before = trial.suggest_int("microbatch", 1, asked["start"], log=True), trials.ooms
+        rows, before = trial.suggest_int("microbatch", 1, request["start"], log=True), trials.ooms
         try:
             return train(rows)
         except Exception:
             if trials.ooms == before:
                 raise
-        raise optuna.TrialPruned  # outside of the except block, as above
+        raise optuna.TrialPruned  # raised outside of the except block, as in Trials.count
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=0))
     began = time.monotonic()
-    warm = optuna.create_study(sampler=optuna.samplers.TPESampler(n_startup_trials=1, seed=0))
-    warm.optimize(lambda trial: trial.suggest_int("microbatch", 1, 9, log=True), n_trials=3)  # loads all it needs
+    warm_up = optuna.create_study(sampler=optuna.samplers.TPESampler(n_startup_trials=1, seed=0))
+    warm_up.optimize(lambda trial: trial.suggest_int("microbatch", 1, 9, log=True), n_trials=3)  # loads libraries
     trials.prepared += time.monotonic() - began
     ready()
     study.optimize(objective, n_trials=OPTUNA_TRIALS)
-    done = [one.params["microbatch"] for one in study.trials if one.state is optuna.trial.TrialState.COMPLETE]
-    return max(done, default=None)
+    complete = [trial.params["microbatch"] for trial in study.trials if trial.state is optuna.trial.TrialState.COMPLETE]
+    return max(complete, default=None)
 
 
-def with_lightning(trials: Trials, asked: dict[str, Any], ready: Callable[[], None]) -> int | None:
+def with_lightning(trials: Trials, request: dict[str, Any], ready: Callable[[], None]) -> int | None:
     import torch
     from pytorch_lightning import LightningModule, Trainer
     from pytorch_lightning.tuner import batch_size_scaling
@@ -206,15 +209,15 @@ def with_lightning(trials: Trials, asked: dict[str, Any], ready: Callable[[], No
     from oomguard._step import make_optimizer
 
     class Random(IterableDataset[Any]):
-        """Whole microbatches, each made when its turn comes."""
+        """An endless stream of random microbatches, each made when it is needed."""
 
         def __init__(self, rows: int) -> None:
             self.rows = rows
 
         def __iter__(self) -> Iterator[Any]:
-            dice = torch.Generator().manual_seed(0)
+            rng = torch.Generator().manual_seed(0)
             while True:
-                yield random_microbatch(trials.spec, self.rows, dice)[:2]
+                yield random_microbatch(trials.spec, self.rows, rng)[:2]
 
     class Module(LightningModule):
         def __init__(self) -> None:
@@ -233,7 +236,7 @@ def with_lightning(trials: Trials, asked: dict[str, Any], ready: Callable[[], No
     run, module = batch_size_scaling._try_loop_run, Module()
 
     def counted(trainer: Any, params: dict[str, Any]) -> None:
-        trials.count(module.batch_size, lambda: run(trainer, params), translate=asked["translate"])
+        trials.count(module.batch_size, lambda: run(trainer, params), translate=request["translate"])
 
     with tempfile.TemporaryDirectory() as directory:
         quiet: dict[str, Any] = dict.fromkeys(
@@ -242,10 +245,10 @@ def with_lightning(trials: Trials, asked: dict[str, Any], ready: Callable[[], No
         trainer = Trainer(accelerator="cpu", max_steps=1, default_root_dir=directory, **quiet)
         batch_size_scaling._try_loop_run = counted
         began = time.monotonic()
-        Trainer(accelerator="cpu", max_steps=1, default_root_dir=directory, **quiet).fit(Module())  # loads all it needs
+        Trainer(accelerator="cpu", max_steps=1, default_root_dir=directory, **quiet).fit(Module())  # loads libraries
         trials.prepared += time.monotonic() - began
         ready()
-        return Tuner(trainer).scale_batch_size(module, mode=asked["tool"].partition("-")[2], steps_per_trial=STEPS)
+        return Tuner(trainer).scale_batch_size(module, mode=request["tool"].partition("-")[2], steps_per_trial=STEPS)
 
 
 TOOLS: dict[str, Callable[..., int | None]] = {
@@ -258,11 +261,11 @@ TOOLS: dict[str, Callable[..., int | None]] = {
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    asked: dict[str, Any] = {"translate": False} | json.loads(sys.argv[1])
-    spec = make_spec(asked["spec"])
-    if asked["tool"] == "oomguard":
-        answer = with_oomguard(spec, asked["budget_bytes"]) | {"error": None}
-        print(json.dumps(answer | {"seconds": time.monotonic() - asked["began"]}))
+    request: dict[str, Any] = {"translate": False} | json.loads(sys.argv[1])
+    spec = make_spec(request["spec"])
+    if request["tool"] == "oomguard":
+        answer = with_oomguard(spec, request["budget_bytes"]) | {"error": None}
+        print(json.dumps(answer | {"seconds": time.monotonic() - request["began"]}))
         return
     import torch
 
@@ -271,15 +274,15 @@ def main() -> None:
     from oomguard._probe.sample import tiny_spec
 
     torch.set_num_threads(1)
-    trials, error, found = Trials(spec), None, None
-    torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # loads much, which the tool needs too
+    trials, error, microbatch = Trials(spec), None, None
+    torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # loads libraries that the tool needs too
     loaded = time.monotonic()
-    steps_of(tiny_spec(spec), 2)
+    train_steps(tiny_spec(spec), 2)
     trials.prepared = time.monotonic() - loaded
-    if asked["tool"] == "plain":
+    if request["tool"] == "plain":
         before = read_status()
         Cpu().reset()
-        steps_of(spec, asked["start"])
+        train_steps(spec, request["start"])
         committed_bytes = Cpu().reading().committed_peak_bytes
         assert before is not None
         print(json.dumps({"growth_bytes": (committed_bytes or 0) - (before.committed_bytes or 0)}))
@@ -287,17 +290,17 @@ def main() -> None:
 
     def limit() -> None:
         now = read_status()
-        most_bytes = (now.committed_bytes or 0 if now is not None else 0) + asked["growth_bytes"]
-        resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, resource.RLIM_INFINITY))
+        limit_bytes = (now.committed_bytes or 0 if now is not None else 0) + request["growth_bytes"]
+        resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, resource.RLIM_INFINITY))
 
     try:
-        found = TOOLS[asked["tool"].partition("-")[0]](trials, asked, limit)
-    except Exception as failure:  # it crashed, which is its answer
+        microbatch = TOOLS[request["tool"].partition("-")[0]](trials, request, limit)
+    except Exception as failure:  # a tool that crashes is a result, not a failure of the benchmark
         resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         error = traceback.format_exception_only(failure)[-1].strip().partition("\n")[0][:200]
-    seconds = time.monotonic() - asked["began"] - trials.prepared
+    seconds = time.monotonic() - request["began"] - trials.prepared
     resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    print(json.dumps(trials.answer(found) | {"seconds": seconds, "error": error}))
+    print(json.dumps(trials.answer(microbatch) | {"seconds": seconds, "error": error}))
 
 
 if __name__ == "__main__":

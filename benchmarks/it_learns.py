@@ -2,9 +2,10 @@
 
     python benchmarks/it_learns.py [STEPS] [--case adding|text] [--smoke]
 
-About 30 minutes for 600 steps. The same model with the same first weights learns the same batches twice: by `train`
-in exact segments and microbatches, and by a plain loop, the whole batch at once. Compared are all losses (they must
-agree while rounding has not yet led the two apart) and the mean of the last tenth.
+The benchmark takes about 30 minutes for 600 steps. The same model with the same initial weights is trained twice on the
+same batches: by `train` with exact segments and microbatches, and by a plain loop that runs the whole batch at once.
+The first losses must agree, before rounding separates the two runs. The means of the last tenth of the losses are
+compared as well.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from oomguard._spec.spec import Spec
 
 TEXT = Path(__file__).parent / "data" / "tides.txt"
 STEPS, AGREE, FIRST = 600, 0.05, 50
-"""How many of the first losses must agree to 1e-5, and the last tenth's mean to 5 %."""
+"""Optimizer steps; tolerance for the mean of the last tenth of the losses; number of losses that must agree to 1e-5."""
 SMOKE_STEPS = 5
 CASES: dict[str, dict[str, Any]] = {
     "adding": {"cell": "lstm", "seq": 1000, "features": 2, "hidden": 64, "layers": 1, "batch": 32, "head": "last-step"},
@@ -47,18 +48,18 @@ WIDTHS = (10, 14, 14, 14, 14)
 
 
 def adding(rows: int, steps: int) -> np.ndarray:
-    """Numbers, two of them marked; the target is their sum."""
-    dice = np.random.default_rng(0)
-    found = np.zeros((rows, steps, 3), dtype=np.float32)
-    found[..., 0] = dice.random((rows, steps))
-    for row in found:
-        row[dice.choice(steps // 2), 1] = row[steps // 2 + dice.choice(steps // 2), 1] = 1
-    found[..., 2] = (found[..., 0] * found[..., 1]).sum(axis=1, keepdims=True)
-    return found
+    """Make sequences of random numbers, two of which are marked. The target is the sum of the two."""
+    rng = np.random.default_rng(0)
+    data = np.zeros((rows, steps, 3), dtype=np.float32)
+    data[..., 0] = rng.random((rows, steps))
+    for row in data:
+        row[rng.choice(steps // 2), 1] = row[steps // 2 + rng.choice(steps // 2), 1] = 1
+    data[..., 2] = (data[..., 0] * data[..., 1]).sum(axis=1, keepdims=True)
+    return data
 
 
 def by_hand(spec: Spec, data: Any, options: dict[str, Any], steps: int) -> list[float]:
-    """The losses of a plain loop."""
+    """Train with a plain loop, and return the losses."""
     names = {name: value for name, value in options.items() if name not in ("lr", "clip")}
     source = open_data(data, spec, DataOptions(**names)).train
     torch.manual_seed(0)
@@ -67,9 +68,9 @@ def by_hand(spec: Spec, data: Any, options: dict[str, Any], steps: int) -> list[
     losses = []
     for rows in batches(spec, source.lengths, steps):
         loss = torch.zeros(())
-        for length in {*source.lengths[rows].tolist()}:  # one, but for the end of the text
-            pairs = [source[int(one)] for one in rows if source.lengths[one] == length]
-            loss = loss + summed(model, *(torch.from_numpy(np.stack(part)) for part in zip(*pairs, strict=True)))
+        for length in {*source.lengths[rows].tolist()}:  # a single length, except at the end of the text
+            pairs = [source[int(row)] for row in rows if source.lengths[row] == length]
+            loss = loss + loss_sum(model, *(torch.from_numpy(np.stack(part)) for part in zip(*pairs, strict=True)))
         targets = len(rows) if spec.head == "last-step" else int(source.lengths[rows].sum())
         loss = loss / targets
         loss.backward()
@@ -80,8 +81,8 @@ def by_hand(spec: Spec, data: Any, options: dict[str, Any], steps: int) -> list[
     return losses
 
 
-def summed(model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The sum of the losses of some sequences of one length."""
+def loss_sum(model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Add up the losses of sequences that have the same length."""
     outputs, _ = model(inputs.transpose(0, 1), None)
     if targets.is_floating_point():
         return torch.nn.functional.mse_loss(outputs, targets, reduction="sum")
@@ -89,14 +90,14 @@ def summed(model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) 
 
 
 def batches(spec: Spec, lengths: Any, steps: int) -> Iterator[Any]:
-    """The batches as `train` draws them."""
+    """Yield the rows of each batch in the order that `train` uses."""
     order = Order(lengths=lengths, buckets={spec.steps: 1}, batch=spec.batch)
     for number in range(steps):
         yield next(order.batches(number // len(order), number % len(order)))[1]
 
 
 def by_train(plan: oomguard.Plan, data: Any, options: dict[str, Any], steps: int) -> list[float]:
-    """The losses of ours."""
+    """Train with oomguard, and return the losses."""
     with tempfile.TemporaryDirectory() as run, warnings.catch_warnings(action="ignore"):
         oomguard.train(plan, data, run=run, steps=steps, **options)
         with open(Path(run) / "metrics.csv", newline="") as file:
@@ -107,32 +108,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("steps", nargs="?", type=int, default=STEPS)
     parser.add_argument("--case", choices=[*CASES])
-    parser.add_argument("--smoke", action="store_true", help="the text, a few steps: the losses agree")
-    asked = parser.parse_args()
-    if asked.smoke:
-        asked.steps, asked.case = SMOKE_STEPS, "text"
+    parser.add_argument("--smoke", action="store_true", help="check that the losses agree, for a few steps on the text")
+    args = parser.parse_args()
+    if args.smoke:
+        args.steps, args.case = SMOKE_STEPS, "text"
     torch.set_num_threads(1)
     data: dict[str, Callable[[], Any]] = {"adding": lambda: adding(2048, 1000), "text": lambda: str(TEXT)}
-    result: dict[str, Any] = {"steps": asked.steps, "rows": []}
+    result: dict[str, Any] = {"steps": args.steps, "rows": []}
     claims = {}
     print_row(("", "first loss", "by hand, last", "train, last", "apart, first"), WIDTHS)
-    for name in [asked.case] if asked.case else CASES:
+    for name in [args.case] if args.case else CASES:
         plan = oomguard.find_feasible_config(**CASES[name], **KNOBS[name], threads=1, allow="none", max_probes=1)
-        given = data[name]()
+        source = data[name]()
         with tempfile.TemporaryDirectory() as cache:
             options = OPTIONS[name] | ({"cache": cache} if name == "text" else {})
-            ours = by_train(plan, given, options, asked.steps)
-            plain = by_hand(plan.spec, given, options, asked.steps)
-        few = max(1, asked.steps // 10)
-        last = [fmean(losses[-few:]) for losses in (plain, ours)]
+            ours = by_train(plan, source, options, args.steps)
+            plain = by_hand(plan.spec, source, options, args.steps)
+        tenth = max(1, args.steps // 10)
+        last = [fmean(losses[-tenth:]) for losses in (plain, ours)]
         apart = max(abs(a - b) / b for a, b in zip(ours[:FIRST], plain[:FIRST], strict=True))
         print_row((name, f"{plain[0]:.4f}", f"{last[0]:.4f}", f"{last[1]:.4f}", f"{apart:.1e}"), WIDTHS)
         result["rows"].append({"case": name, "first": plain[0], "by_hand": last[0], "train": last[1], "apart": apart})
-        claims[f"{name}: the first {min(FIRST, asked.steps)} losses agree to 1e-5"] = apart <= 1e-5
+        claims[f"{name}: the first {min(FIRST, args.steps)} losses agree to 1e-5"] = apart <= 1e-5
         claims[f"{name}: the last losses are at most 5 % above those by hand"] = last[1] <= (1 + AGREE) * last[0]
-        if not asked.smoke:
-            claims[f"{name}: the loss falls"] = last[1] < fmean(ours[:few])
-    publish("it_learns", result, claims, whole=asked.steps >= STEPS and asked.case is None)
+        if not args.smoke:
+            claims[f"{name}: the loss falls"] = last[1] < fmean(ours[:tenth])
+    publish("it_learns", result, claims, whole=args.steps >= STEPS and args.case is None)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Measure the real peak of one candidate on the CPU: a few optimizer steps in this fresh process.
+"""Measure the real peak of one candidate on the CPU with two optimizer steps in a new process.
 
     python benchmarks/peak.py '{"spec": {...}, "candidate": {...}}'
 
-prints one JSON line: resident bytes before (`runtime_bytes`, after a tiny step has loaded every library) and the growth
-of the peak over them. Run through `measure()`, which starts the process with the candidate's allocator settings.
+prints one JSON line: the resident bytes after a tiny step has loaded every library (`runtime_bytes`), the growth of the
+peak over them, and the seconds per step. `measure()` starts this process with the candidate's allocator settings.
 """
 
 import gc
@@ -21,11 +21,12 @@ from oomguard._spec.candidate import Candidate, make_candidate
 from oomguard._spec.read import make_spec
 from oomguard._spec.spec import Spec
 
-STEPS = 2  # the second step is the first with the optimizer's state in place
+STEPS = 2
+"""Optimizer steps. The second one is the first that starts with the optimizer state in memory."""
 
 
 def measure(spec: dict[str, Any], knobs: dict[str, Any], timeout: float = 600) -> dict[str, Any]:
-    """The measured row of one candidate, from a fresh process."""
+    """Measure one candidate in a new process."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
     environment |= ENVIRONMENT[knobs.get("allocator", "steady")]
     done = subprocess.run(
@@ -36,24 +37,24 @@ def measure(spec: dict[str, Any], knobs: dict[str, Any], timeout: float = 600) -
 
 
 def microbatch_rows(batch: int, microbatch: int) -> list[int]:
-    """The batch in microbatches; an uneven one goes first, so that the full ones meet the same memory each time."""
+    """Split a batch into microbatches. An uneven one comes first, so that every full one finds the same heap."""
     full, rest = divmod(batch, microbatch)
     return [rest] * (rest > 0) + [microbatch] * full
 
 
 def random_microbatches(spec: Spec, candidate: Candidate) -> Iterator[Any]:
-    """The batch in microbatches of random values, each made when its turn comes and held by nobody here."""
+    """Yield the batch in microbatches of random values. Each is made when it is needed, and no reference is kept."""
     import torch
 
     from oomguard._probe.sample import random_microbatch
 
-    dice = torch.Generator().manual_seed(torch.initial_seed())
+    rng = torch.Generator().manual_seed(torch.initial_seed())
     for rows in microbatch_rows(spec.batch, candidate.microbatch):
-        yield random_microbatch(spec, rows, dice)
+        yield random_microbatch(spec, rows, rng)
 
 
 def run(spec: Spec, candidate: Candidate, steps: int) -> None:
-    """A few optimizer steps on random data."""
+    """Run optimizer steps on random data."""
     import torch
 
     from oomguard._step import prepare, step
@@ -66,7 +67,7 @@ def run(spec: Spec, candidate: Candidate, steps: int) -> None:
 
 
 def status_bytes(field: str) -> int:
-    """A figure of /proc/self/status."""
+    """Read one field of /proc/self/status in bytes."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field + ":"))
     return int(line.split()[1]) * 1024
 
@@ -77,9 +78,9 @@ def main() -> None:
     from oomguard._probe.sample import tiny_spec
 
     torch.set_num_threads(1)
-    asked = json.loads(sys.argv[1])
-    spec = make_spec(asked["spec"])
-    candidate = make_candidate(spec, **asked["candidate"])
+    request = json.loads(sys.argv[1])
+    spec = make_spec(request["spec"])
+    candidate = make_candidate(spec, **request["candidate"])
     small = tiny_spec(spec)
     run(small, make_candidate(small, engine=candidate.engine, update=candidate.update), STEPS)
     gc.collect()

@@ -2,23 +2,29 @@
 
     python benchmarks/plans_are_fast.py [--cases N | --case I] [--every K] [--smoke]
 
-3 cases: one in which the plain step fits the budget and two in which it does not (asserted by a probe). About 40
-minutes; `--every 8` measures every eighth candidate of the grid; `--smoke` a few candidates of one tiny case, about a
-minute, which claims nothing.
+The benchmark takes about 40 minutes. It has 3 cases: in one the plain step fits the budget, in two it does not. A probe
+asserts this. `--every 8` measures every eighth candidate of the grid. `--smoke` measures a few candidates of one tiny
+case in about a minute and claims nothing.
 
-The grid is microbatch x pieces (whole, segments, chunks) x engine x threads x allocator (`steady`, `plain`, and the
-engine's own of `pooled` and `roomy`): 360, 360 and 180 candidates. Each is run within the budget; those whose bare
-estimate is more than twice what the budget leaves over the runtime are counted as not fitting without a run. Then the
-fastest are run for as long as 20 whole steps, each in its own child, until two have stayed within the budget, as a plan
-must (plans_do_not_run_out.py): what creeps over it later was no choice. `dropped` says how many.
-Since the fastest of 300 measured ones is partly the luckiest, the plan and these two are measured again by turns, each
-in its own child, in many short rounds; the median of the rounds counts, and the better of the two is "the best". `over`
-counts the rounds in which one did not stay within the budget.
+The grid combines microbatch, pieces (whole, segments, chunks), engine, threads and allocator (`steady`, `plain`, and
+either `pooled` or `roomy`, depending on the engine). It has 360, 360 and 180 candidates. Each candidate runs within the
+budget. A candidate is counted as not fitting, without a run, if its uncalibrated growth is more than twice what the
+budget leaves over the runtime.
 
-In the same race: what a user of Lightning gets. Its Tuner.scale_batch_size(mode="binsearch") finds a microbatch (in
-finders.py, where allocations fail beyond what the largest that fits commits), the largest divisor of the batch within
-it is accumulated to the batch, and everything else is as PyTorch has it. It is run by the same code as the others, so
-that candidates are compared and not loops. The claim is not about it.
+A plan must stay within the budget for 20 steps (plans_do_not_run_out.py), so a candidate of the grid must do the same.
+The fastest candidates run for 20 whole steps, each in its own child process, until two have stayed within the budget.
+`dropped` lists the faster candidates that did not.
+
+The fastest of 300 measurements is partly a matter of luck. Therefore the plan and these two candidates are measured
+again in turns, each in its own child process, in many short rounds. The median of the rounds counts, and the faster of
+the two candidates is "the best of the grid". The column `over` counts the rounds in which a candidate did not stay
+within the budget.
+
+The same rounds also measure what a user of Lightning would get. Lightning's Tuner.scale_batch_size(mode="binsearch")
+finds a microbatch. (finders.py runs it with a limit at which allocations fail beyond the bytes that the largest fitting
+microbatch commits.) The candidate is the largest divisor of the batch up to that microbatch, with accumulation to the
+batch and PyTorch's defaults otherwise. oomguard's code runs it like the others, so that candidates are compared and not
+training loops. The claim is not about it.
 """
 
 import argparse
@@ -47,7 +53,7 @@ CASES: tuple[tuple[dict[str, Any], int, bool], ...] = (
     ({"cell": "lstm", "seq": 600, "features": 16, "hidden": 128, "layers": 2, "batch": 32}, 450 * MIB, False),
     ({"cell": "gru", "seq": 500, "features": 16, "hidden": 128, "layers": 1, "batch": 32}, 400 * MIB, False),
 )
-"""Fields of the spec, budget, whether the plain step fits."""
+"""Fields of the spec, budget, and whether the plain step fits."""
 SMOKE: tuple[dict[str, Any], int, bool] = (
     {"cell": "lstm", "seq": 200, "features": 16, "hidden": 64, "layers": 1, "batch": 256}, 420 * MIB, False
 )  # fmt: skip
@@ -58,17 +64,18 @@ PIECES: tuple[dict[str, Any], ...] = (
     *({"segments": count, "recompute": False} for count in (4, 16)),
 )
 FAR = 2.0
+"""A candidate is not run if its estimated growth is more than this multiple of what the budget leaves for it."""
 ROUNDS = 15
 RUN: dict[str, Any] = {"seconds": 0.3, "steps": 3}
 RACE: dict[str, Any] = {"seconds": 0.7, "steps": 20}
 HOLD_STEPS, SMOKE_HOLD_STEPS = 20, 1
 PROBE_PASSES = 2
-"""Of a step of a probe, at most."""
-LEAST_SPEED, MOST_RUNS = 0.95, 1 / 8
+"""Passes per step of a probe, at most."""
+MIN_SPEED, MAX_RUNS = 0.95, 1 / 8
 
 
 def grid(spec: Spec) -> list[Candidate]:
-    """The grid, in an order in which one child can run many of them."""
+    """List the candidates of the grid, in an order in which one child process can run many of them."""
     engines = ("onednn", "native") if spec.cell == "lstm" else ("native",)
     settings = itertools.product(("steady", "plain", None), engines, dict.fromkeys((1, cores())))
     return [
@@ -81,85 +88,88 @@ def grid(spec: Spec) -> list[Candidate]:
     ]
 
 
-def step_seconds(record: Record) -> float:
-    """Of a step of the whole batch. (By its median pass: the fastest of many short ones is luckier than that of a few
-    long ones.)"""
+def seconds_per_step(record: Record) -> float:
+    """Return the seconds of a step of the whole batch, from the median pass. The fastest pass would favour candidates
+    with many short passes.
+    """
     assert record.seconds_per_step is not None
     return record.seconds_per_step
 
 
 def is_far(spec: Spec, candidate: Candidate, budget_bytes: int) -> bool:
-    """Whether it needs so much that no error of the estimate could make it fit."""
-    found = estimate_step(spec, candidate)
-    return bool(found.growth_bytes > FAR * (budget_bytes - found.terms["runtime"]))
+    """Tell whether a candidate needs so much that no error of the estimate could make it fit."""
+    estimate = estimate_step(spec, candidate)
+    return bool(estimate.growth_bytes > FAR * (budget_bytes - estimate.terms["runtime"]))
 
 
 def run_grid(spec: Spec, candidates: list[Candidate], budget_bytes: int) -> tuple[list[tuple[float, Candidate]], int]:
-    """Those that ran within the budget, the fastest first, and how many were run."""
-    near = [one for one in candidates if not is_far(spec, one, budget_bytes)]
+    """Run the grid. Return the candidates that ran within the budget, fastest first, and the number of runs."""
+    near = [candidate for candidate in candidates if not is_far(spec, candidate, budget_bytes)]
     ran = []
     with Runner("cpu", timeout=60) as runner:
-        for one in near:
-            record = runner.probe(spec, one, budget_bytes=budget_bytes, **RUN)
+        for candidate in near:
+            record = runner.probe(spec, candidate, budget_bytes=budget_bytes, **RUN)
             if record.verdict.ran:
-                ran.append((step_seconds(record), one))
+                ran.append((seconds_per_step(record), candidate))
     return sorted(ran, key=lambda pair: pair[0]), len(near)
 
 
 def hold(
-    spec: Spec, ran: list[tuple[float, Candidate]], budget_bytes: int, steps: int, wanted: int
+    spec: Spec, ran: list[tuple[float, Candidate]], budget_bytes: int, steps: int, count: int
 ) -> tuple[list[Candidate], list[str]]:
-    """The fastest that stay within the budget for so many whole steps, and what was faster but does not."""
-    found: list[Candidate] = []
+    """Run the fastest candidates for as many passes as `steps` whole steps have, until `count` of them have stayed
+    within the budget. Return those, and descriptions of the faster candidates that did not stay within it.
+    """
+    held: list[Candidate] = []
     dropped = []
-    for _, one in ran:
-        if len(found) == wanted:
+    for _, candidate in ran:
+        if len(held) == count:
             break
         with Runner("cpu", timeout=120) as runner:
-            passes = -(-spec.batch // one.microbatch)
-            as_long = steps * -(-passes // PROBE_PASSES)
-            record = runner.probe(spec, one, budget_bytes=budget_bytes, seconds=600.0, steps=as_long)
+            passes = -(-spec.batch // candidate.microbatch)
+            probe_steps = steps * -(-passes // PROBE_PASSES)
+            record = runner.probe(spec, candidate, budget_bytes=budget_bytes, seconds=600.0, steps=probe_steps)
         if record.verdict.ran:
-            found.append(one)
+            held.append(candidate)
         else:
-            dropped.append(f"{told(one)}: {record.verdict.name}")
-    return found, dropped
+            dropped.append(f"{describe(candidate)}: {record.verdict.name}")
+    return held, dropped
 
 
 def race(spec: Spec, contenders: dict[str, Candidate], budget_bytes: int, rounds: int) -> dict[str, list[float | None]]:
-    """Seconds of a step of each in every round, by turns; None where it did not run within the budget."""
-    found: dict[str, list[float | None]] = {name: [] for name in contenders}
+    """Measure the contenders in turns. Return the seconds per step of each round, None if it exceeded the budget."""
+    seconds: dict[str, list[float | None]] = {name: [] for name in contenders}
     with ExitStack() as stack:
-        lanes = {name: stack.enter_context(Runner("cpu", timeout=60)) for name in contenders}
+        runners = {name: stack.enter_context(Runner("cpu", timeout=60)) for name in contenders}
         for _ in range(rounds):
-            for name, runner in lanes.items():
+            for name, runner in runners.items():
                 record = runner.probe(spec, contenders[name], budget_bytes=budget_bytes, **RACE)
-                found[name].append(step_seconds(record) if record.verdict.ran else None)
-    return found
+                seconds[name].append(seconds_per_step(record) if record.verdict.ran else None)
+    return seconds
 
 
-def usual(rounds: list[float | None]) -> float:
-    """The median of those that ran; inf if none did."""
-    return median([one for one in rounds if one is not None] or [float("inf")])
+def median_seconds(rounds: list[float | None]) -> float:
+    """Return the median of the rounds that stayed within the budget, or inf if none did."""
+    return median([seconds for seconds in rounds if seconds is not None] or [float("inf")])
 
 
 def by_lightning(fields: dict[str, Any], budget_bytes: int) -> tuple[Candidate | None, dict[str, Any]]:
-    """What Lightning's finder leads to within the budget (None if it found nothing), and how it came to that."""
-    many = fields | {"batch": BATCH}  # it goes as far as it can
-    maximum, _ = largest(make_spec(many), budget_bytes)
-    border = find("plain", many, start=maximum)
-    tuned = find("lightning-binsearch", many, start=BATCH, **border)
+    """Run Lightning's finder. Return the candidate that follows from it, or None without one, and its answer."""
+    large = fields | {"batch": BATCH}  # the finder must not be limited by the batch
+    maximum, _ = largest(make_spec(large), budget_bytes)
+    border = find("plain", large, start=maximum)
+    tuned = find("lightning-binsearch", large, start=BATCH, **border)
     if tuned["error"]:
-        tuned = find("lightning-binsearch", many, start=BATCH, translate=True, **border) | {"translated": True}
+        tuned = find("lightning-binsearch", large, start=BATCH, translate=True, **border) | {"translated": True}
     if not tuned["found"]:
         return None, tuned
     spec = make_spec(fields)
-    rows = max(one for one in range(1, min(tuned["found"], spec.batch) + 1) if spec.batch % one == 0)
+    rows = max(size for size in range(1, min(tuned["found"], spec.batch) + 1) if spec.batch % size == 0)
     return make_candidate(spec, microbatch=rows, allocator="plain"), tuned
 
 
-def told(candidate: Candidate) -> str:
-    """A candidate in a few words."""
+def describe(candidate: Candidate) -> str:
+    """Describe a candidate in a few words."""
     pieces = (
         "whole"
         if candidate.segments == 1
@@ -173,7 +183,7 @@ def told(candidate: Candidate) -> str:
 def run_case(
     fields: dict[str, Any], budget_bytes: int, *, plain_fits: bool, every: int = 1, rounds: int = ROUNDS
 ) -> dict[str, Any]:
-    """The grid, the search, Lightning's finder and the race of one case."""
+    """Run one case: the grid, the search, Lightning's finder, and the final measurement in turns."""
     spec = make_spec(fields)
     with Runner("cpu") as runner:
         plain = runner.probe(spec, make_candidate(spec, threads=1), budget_bytes=budget_bytes)
@@ -182,31 +192,31 @@ def run_case(
     began = time.monotonic()
     ran, runs = run_grid(spec, candidates, budget_bytes)
     grid_seconds = time.monotonic() - began
-    most = max(1, len(grid(spec)) // 8) if rounds == ROUNDS else SMOKE_PROBES
-    plan = find_feasible_config(spec, budget=budget_bytes, max_probes=most, allow="none")
-    steps, wanted = (HOLD_STEPS, 2) if rounds == ROUNDS else (SMOKE_HOLD_STEPS, 1)
-    held, dropped = hold(spec, ran, budget_bytes, steps, wanted)
+    max_probes = max(1, len(grid(spec)) // 8) if rounds == ROUNDS else SMOKE_PROBES
+    plan = find_feasible_config(spec, budget=budget_bytes, max_probes=max_probes, allow="none")
+    steps, count = (HOLD_STEPS, 2) if rounds == ROUNDS else (SMOKE_HOLD_STEPS, 1)
+    held, dropped = hold(spec, ran, budget_bytes, steps, count)
     contenders, tuned = {"plan": plan.candidate, **dict(zip(("best", "second"), held, strict=False))}, None
-    if rounds == ROUNDS and is_installed("pytorch-lightning"):  # a smoke run leaves it to search_needs_few_probes.py
+    if rounds == ROUNDS and is_installed("pytorch-lightning"):  # search_needs_few_probes.py --smoke runs it instead
         lightning, tuned = by_lightning(fields, budget_bytes)
         contenders |= {"lightning": lightning} if lightning is not None else {}
-    found = race(spec, contenders, budget_bytes, rounds)
+    step_seconds = race(spec, contenders, budget_bytes, rounds)
+    medians = {name: median_seconds(seconds) for name, seconds in step_seconds.items()}
+    best = min(medians[name] for name in ("best", "second") if name in medians)
+    did_lightning_run = any(step_seconds.get("lightning", ()))
     return {
         **{"spec": fields, "budget_bytes": budget_bytes, "plain_fits": plain_fits, "grid": len(candidates)},
-        **{"runs": runs, "ran": len(ran), "grid_seconds": grid_seconds, "most_probes": most, "probes": plan.probes},
+        **{"runs": runs, "ran": len(ran), "grid_seconds": grid_seconds},
+        **{"most_probes": max_probes, "probes": plan.probes},
         **{"seconds": plan.seconds, "ended": plan.ended, "ooms": plan.ooms, "tuner": tuned, "dropped": dropped},
-        **{"contenders": {name: told(one) for name, one in contenders.items()}, "step_seconds": found},
-        **{"speed": min(usual(found[name]) for name in ("best", "second") if name in found) / usual(found["plan"])},
-        **{
-            "lightning_speed": usual(found["lightning"]) / usual(found["plan"])
-            if any(found.get("lightning", ()))
-            else None
-        },
+        **{"contenders": {name: describe(candidate) for name, candidate in contenders.items()}},
+        **{"step_seconds": step_seconds, "speed": best / medians["plan"]},
+        **{"lightning_speed": medians["lightning"] / medians["plan"] if did_lightning_run else None},
     }
 
 
 def show(case: dict[str, Any]) -> None:
-    """The table of one case."""
+    """Print the table of one case."""
     spec = case["spec"]
     model = f"{spec['cell']} {spec['hidden']} × {spec['layers']}, T = {spec['seq']}, batch {spec['batch']}"
     plain = "fits" if case["plain_fits"] else "does not fit"
@@ -218,43 +228,46 @@ def show(case: dict[str, Any]) -> None:
     for name, candidate in case["contenders"].items():
         runs, searched = costs.get(name, ("", None))
         rounds = case["step_seconds"][name]
-        over, step = rounds.count(None), "-" if rounds.count(None) == len(rounds) else f"{usual(rounds) * 1e3:.1f}"
+        over, step = (
+            rounds.count(None),
+            "-" if rounds.count(None) == len(rounds) else f"{median_seconds(rounds) * 1e3:.1f}",
+        )
         print_row((f"  {name}", candidate, runs, "" if searched is None else f"{searched:.0f}", step, over), widths)
-    print(f"  {len(case['dropped'])} of the grid were faster, but did not stay within the budget for 20 steps")
+    print(f"  {len(case['dropped'])} faster candidates of the grid did not stay within the budget for 20 steps")
     if tuner:
-        words = f"found microbatch {tuner['found']}" if tuner["found"] else f"found nothing: {tuner['error']}"
-        print(f"  Lightning's finder {words}, {tuner['ooms']} of its trials ran out of memory")
+        answer = f"found microbatch {tuner['found']}" if tuner["found"] else f"found nothing: {tuner['error']}"
+        print(f"  Lightning's finder {answer}; {tuner['ooms']} of its trials ran out of memory")
     print(f"  the plan is {case['speed']:.1%} as fast as the best of the grid", flush=True)
     if case["lightning_speed"]:
-        print(f"  and {case['lightning_speed']:.1%} as fast as what Lightning's finder leads to", flush=True)
+        print(f"  the plan is {case['lightning_speed']:.1%} as fast as the candidate of Lightning's finder", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=len(CASES), help="only the first so many")
-    parser.add_argument("--case", type=int, choices=range(1, len(CASES) + 1), help="only that one")
-    parser.add_argument("--every", type=int, default=1, help="only every so many candidates of the grid")
-    parser.add_argument("--smoke", action="store_true", help="one tiny case, with what is installed")
-    given = parser.parse_args()
+    parser.add_argument("--cases", type=int, default=len(CASES), help="run only the first CASES cases")
+    parser.add_argument("--case", type=int, choices=range(1, len(CASES) + 1), help="run only this case")
+    parser.add_argument("--every", type=int, default=1, help="run only every EVERYth candidate of the grid")
+    parser.add_argument("--smoke", action="store_true", help="run one tiny case with the packages that are installed")
+    args = parser.parse_args()
     packages = ("pytorch-lightning",) if is_installed("pytorch-lightning") else ()
-    if given.smoke:
+    if args.smoke:
         fields, budget_bytes, plain_fits = SMOKE
         case = run_case(fields, budget_bytes, plain_fits=plain_fits, every=SMOKE_EVERY, rounds=SMOKE_ROUNDS)
         show(case)
         publish("plans_are_fast", {"cases": [case]}, {}, whole=False, packages=packages)
-    done = []
-    for fields, budget_bytes, plain_fits in CASES[: given.cases] if given.case is None else [CASES[given.case - 1]]:
-        done.append(run_case(fields, budget_bytes, plain_fits=plain_fits, every=given.every))
-        show(done[-1])
-    slowest = min(case["speed"] for case in done)
-    share = max(case["probes"] / (case["runs"] * given.every) for case in done)
+    finished = []
+    for fields, budget_bytes, plain_fits in CASES[: args.cases] if args.case is None else [CASES[args.case - 1]]:
+        finished.append(run_case(fields, budget_bytes, plain_fits=plain_fits, every=args.every))
+        show(finished[-1])
+    slowest = min(case["speed"] for case in finished)
+    share = max(case["probes"] / (case["runs"] * args.every) for case in finished)
     claims = {
-        f"at least {LEAST_SPEED:.0%} as fast as the best of the grid (least: {slowest:.1%})": slowest >= LEAST_SPEED,
-        f"at most 1/8 of the grid's runs (most: {share:.3f})": share <= MOST_RUNS,
-        "no probe of the search runs out of memory": not any(case["ooms"] for case in done),
+        f"at least {MIN_SPEED:.0%} as fast as the best of the grid (least: {slowest:.1%})": slowest >= MIN_SPEED,
+        f"at most 1/8 of the grid's runs (most: {share:.3f})": share <= MAX_RUNS,
+        "no probe of the search runs out of memory": not any(case["ooms"] for case in finished),
     }
-    whole = len(done) == len(CASES) and given.every == 1 and bool(packages)
-    result = {"least_speed": slowest, "most_runs": share, "cases": done}
+    whole = len(finished) == len(CASES) and args.every == 1 and bool(packages)
+    result = {"least_speed": slowest, "most_runs": share, "cases": finished}
     publish("plans_are_fast", result, claims, whole=whole, packages=packages)
 
 

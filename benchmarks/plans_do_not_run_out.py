@@ -2,11 +2,13 @@
 
     python benchmarks/plans_do_not_run_out.py [COUNT] [--seed S] [--steps N] [--smoke]
 
-About 25 minutes. Each plan is found in at most 20 s and 4 probes, from nothing. Then it is trained for real: every
-accumulation pass of every step, the uneven last microbatch included, in a new process that is started as the plan says
-(`exports`), and that its parent looks at every 10 ms and kills at the budget. The kernel's own high-water mark at the
-end counts as well. In at least a third of the cases the plain step must not fit (asserted by a probe of each), or they
-would not be hard. That nothing fits is an answer, and counted by itself.
+The benchmark takes about 25 minutes. Each search has at most 20 s and 4 probes, and starts without records. Then a new
+process with the plan's environment (`exports`) trains for real: it runs every accumulation pass of every step, with the
+uneven last microbatch. Its parent reads the resident bytes every 10 ms and kills it if they exceed the budget. The
+kernel's high-water mark at the end must be within the budget as well.
+
+In at least a third of the cases the plain step must not fit, because otherwise the cases would not be hard. A probe
+checks this in each case. A search that finds that nothing fits is counted separately.
 """
 
 import argparse
@@ -37,41 +39,41 @@ from oomguard._spec.spec import Spec
 COUNT, STEPS = 30, 20
 SEARCH: dict[str, Any] = {"timeout": 20, "max_probes": 4, "threads": 1}
 POLL_SECONDS = 0.01
-LEAST_BYTES, MOST_BYTES = 360 * MIB, 1200 * MIB
-"""Budgets."""
-LEAST_HARD = 1 / 3
-MOST_OPERATIONS = 1.5e10
-"""Of a step, so that it takes no more than about a second."""
+MIN_BYTES, MAX_BYTES = 360 * MIB, 1200 * MIB
+"""Range of the budgets."""
+MIN_HARD = 1 / 3
+MAX_OPERATIONS = 1.5e10
+"""Operations of a step. The limit keeps a step under about a second."""
 WIDTHS = (66, 8, 12, 6, 6, 9, 8)
 
 
-def draw(dice: random.Random) -> tuple[dict[str, Any], int]:
-    """A random spec, and a budget in which the plain step often does not fit."""
+def draw(rng: random.Random) -> tuple[dict[str, Any], int]:
+    """Draw a random spec, and a budget in which the plain step often does not fit."""
     while True:
         fields: dict[str, Any] = {
-            "cell": dice.choice(["lstm", "gru", "rnn"]),
-            "seq": round(50 * 60 ** dice.random()),
-            "hidden": dice.choice([16, 32, 64, 100, 128, 200, 256]),
-            "layers": dice.choice([1, 2, 3]),
-            "batch": dice.randint(1, 64),
-            "bidirectional": dice.random() < 0.25,
-            "dropout": dice.choice([0.0, 0.0, 0.2]),
-            "head": dice.choice(["per-step", "per-step", "last-step"]),
-            "optimizer": dice.choice(["adam", "adamw", "sgd", "sgd-momentum", "rmsprop", "adagrad"]),
+            "cell": rng.choice(["lstm", "gru", "rnn"]),
+            "seq": round(50 * 60 ** rng.random()),
+            "hidden": rng.choice([16, 32, 64, 100, 128, 200, 256]),
+            "layers": rng.choice([1, 2, 3]),
+            "batch": rng.randint(1, 64),
+            "bidirectional": rng.random() < 0.25,
+            "dropout": rng.choice([0.0, 0.0, 0.2]),
+            "head": rng.choice(["per-step", "per-step", "last-step"]),
+            "optimizer": rng.choice(["adam", "adamw", "sgd", "sgd-momentum", "rmsprop", "adagrad"]),
         }
-        fields |= {"vocab": dice.choice([50, 1000])} if dice.random() < 0.25 else {"features": dice.choice([1, 8, 64])}
+        fields |= {"vocab": rng.choice([50, 1000])} if rng.random() < 0.25 else {"features": rng.choice([1, 8, 64])}
         spec = make_spec(fields)
         plain = estimate_step(spec, make_candidate(spec))
-        # from a tenth of what the plain step needs to a little more than that
-        room_bytes = plain.growth_bytes * 0.1 * 12 ** dice.random()
+        # The budget leaves 0.1 to 1.2 times the growth of the plain step.
+        room_bytes = plain.growth_bytes * 0.1 * 12 ** rng.random()
         budget_bytes = round(plain.terms["runtime"] + room_bytes)
         operations = 6 * terms.weights_bytes(spec) / 4 * spec.steps * spec.batch
-        if LEAST_BYTES <= budget_bytes <= MOST_BYTES and operations <= MOST_OPERATIONS:
+        if MIN_BYTES <= budget_bytes <= MAX_BYTES and operations <= MAX_OPERATIONS:
             return fields, budget_bytes
 
 
 def train(path: str, steps: int) -> None:
-    """In the child: what the plan says, on random data."""
+    """Train the plan on random data, in this child process."""
     import torch
 
     from oomguard._probe.sample import random_microbatch
@@ -81,24 +83,24 @@ def train(path: str, steps: int) -> None:
     plan = load_plan(path)
     spec, candidate = plan.spec, plan.candidate
     Cpu().settle(candidate)
-    training, dice = prepare(spec, candidate), torch.Generator().manual_seed(0)
+    training, rng = prepare(spec, candidate), torch.Generator().manual_seed(0)
     full, rest = divmod(spec.batch, candidate.microbatch)
     targets = spec.batch * (spec.steps if spec.head == "per-step" else 1)
 
     def microbatches() -> Any:
         for rows in [candidate.microbatch] * full + [rest] * (rest > 0):
-            made: list[Microbatch] = [random_microbatch(spec, rows, dice)]
-            yield made.pop()  # held by nobody here
+            held: list[Microbatch] = [random_microbatch(spec, rows, rng)]
+            yield held.pop()  # this generator keeps no reference
 
     began = time.monotonic()
     for _ in range(steps):
         loss = step(training, microbatches(), targets).loss
-        assert bool(torch.isfinite(loss)), "The loss is not a number."
+        assert bool(torch.isfinite(loss)), "The loss is not finite."
     print(json.dumps({"peak_bytes": status_bytes("VmHWM"), "seconds": (time.monotonic() - began) / steps}))
 
 
 def run_plan(plan: Plan, steps: int) -> dict[str, Any]:
-    """Train in a child under the budget. What came of it: trained, over (killed at the budget), or failed."""
+    """Train in a child process. The outcome is `trained`, `over` (it exceeded the budget) or `failed`."""
     with tempfile.TemporaryDirectory() as directory:
         path = save_plan(plan, Path(directory) / "plan.json")
         environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")} | plan.exports
@@ -114,23 +116,23 @@ def run_plan(plan: Plan, steps: int) -> dict[str, Any]:
                     child.kill()
                     return {"outcome": "over", "run_bytes": seen_bytes}
                 time.sleep(POLL_SECONDS)
-            words, errors = child.communicate()
+            output, errors = child.communicate()
     if child.returncode:
         return {"outcome": "failed", "run_bytes": seen_bytes, "error": errors.strip()[-300:]}
-    found = json.loads(words.splitlines()[-1])
-    outcome = "trained" if found["peak_bytes"] <= plan.budget_bytes else "over"
-    return {"outcome": outcome, "run_bytes": found["peak_bytes"], "seconds_per_step": found["seconds"]}
+    figures = json.loads(output.splitlines()[-1])
+    outcome = "trained" if figures["peak_bytes"] <= plan.budget_bytes else "over"
+    return {"outcome": outcome, "run_bytes": figures["peak_bytes"], "seconds_per_step": figures["seconds"]}
 
 
 def does_plain_fit(spec: Spec, budget_bytes: int) -> bool:
-    """Whether the whole batch runs in one pass, as PyTorch would run it."""
+    """Probe whether the whole batch fits in one pass, as plain PyTorch would run it."""
     with Runner("cpu", timeout=60, seconds=0.1) as runner:
         record = runner.probe(spec, make_candidate(spec, threads=1), budget_bytes=budget_bytes, steps=1)
     return record.verdict.ran
 
 
 def run_case(fields: dict[str, Any], budget_bytes: int, steps: int) -> dict[str, Any]:
-    """A plan, and what came of it."""
+    """Search for a plan and train it."""
     spec, began = make_spec(fields), time.monotonic()
     case: dict[str, Any] = {
         "spec": fields,
@@ -143,12 +145,12 @@ def run_case(fields: dict[str, Any], budget_bytes: int, steps: int) -> dict[str,
         return case | {"outcome": "nothing fits", "needed_bytes": error.shortfall.needed_bytes}
     case |= {"candidate": plan.to_dict()["candidate"], "confirmed": plan.confirmed, "plan_bytes": plan.peak_bytes}
     case |= {"probes": plan.probes, "search_seconds": time.monotonic() - began, "ended": plan.ended}
-    case |= {"ooms": plan.ooms + sum(one.verdict.name == "OVER" for one in plan.records)}
+    case |= {"ooms": plan.ooms + sum(record.verdict.name == "OVER" for record in plan.records)}
     return case | run_plan(plan, steps)
 
 
-def told(fields: dict[str, Any]) -> str:
-    """A spec in a line."""
+def describe(fields: dict[str, Any]) -> str:
+    """Describe a spec in one line."""
     extra = [name for name in ("bidirectional", "dropout", "vocab") if fields.get(name)]
     extra += ["last step"] if fields["head"] == "last-step" else []
     shape = f"{fields['cell']} {fields['hidden']} × {fields['layers']} T {fields['seq']} B {fields['batch']}"
@@ -156,12 +158,12 @@ def told(fields: dict[str, Any]) -> str:
 
 
 def show(case: dict[str, Any]) -> None:
-    """One line."""
+    """Print the row of one case."""
     share = f"{case['run_bytes'] / case['budget_bytes']:.1%}" if "run_bytes" in case else ""
     plain = "fits" if case["plain_fits"] else "no"
     budget = f"{case['budget_bytes'] // MIB} MiB"
     seconds = f"{case['search_seconds']:.0f}" if "search_seconds" in case else ""
-    print_row((told(case["spec"]), budget, case["outcome"], plain, case.get("probes", ""), seconds, share), WIDTHS)
+    print_row((describe(case["spec"]), budget, case["outcome"], plain, case.get("probes", ""), seconds, share), WIDTHS)
     if "error" in case:
         print("   ", case["error"])
 
@@ -171,39 +173,39 @@ def main() -> None:
     parser.add_argument("count", nargs="?", type=int, default=COUNT)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--smoke", action="store_true", help="one plan, a few steps")
+    parser.add_argument("--smoke", action="store_true", help="train one plan for a few steps")
     parser.add_argument("--train", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.train:
-        train(given.train, given.steps)
+    args = parser.parse_args()
+    if args.train:
+        train(args.train, args.steps)
         return
-    if given.smoke:
-        given.count, given.steps = 1, 3
-    dice, done = random.Random(given.seed), []
+    if args.smoke:
+        args.count, args.steps = 1, 3
+    rng, cases = random.Random(args.seed), []
     print_row(("", "budget", "outcome", "plain", "probes", "search s", "peak"), WIDTHS)
-    for _ in range(given.count):
-        done.append(run_case(*draw(dice), given.steps))
-        show(done[-1])
-    ran = [case for case in done if "run_bytes" in case]
-    out = [case for case in ran if case["outcome"] != "trained"]
-    hard = sum(not case["plain_fits"] for case in done) / len(done)
+    for _ in range(args.count):
+        cases.append(run_case(*draw(rng), args.steps))
+        show(cases[-1])
+    ran = [case for case in cases if "run_bytes" in case]
+    failed = [case for case in ran if case["outcome"] != "trained"]
+    hard = sum(not case["plain_fits"] for case in cases) / len(cases)
     shares = sorted(case["run_bytes"] / case["budget_bytes"] for case in ran)
-    nothing = len(done) - len(ran)
-    tenths = [round(one, 3) for one in quantiles(shares, n=10)] if len(shares) > 1 else shares
+    nothing_fits = len(cases) - len(ran)
+    tenths = [round(share, 3) for share in quantiles(shares, n=10)] if len(shares) > 1 else shares
     if shares:
-        print(f"\nPeak over budget: least {shares[0]:.1%}, median {median(shares):.1%}, most {shares[-1]:.1%}.")
-    print(f"Nothing fits: {nothing} of {len(done)}.")
+        print(f"\nPeak / budget: lowest {shares[0]:.1%}, median {median(shares):.1%}, highest {shares[-1]:.1%}.")
+    print(f"Cases in which nothing fits: {nothing_fits} of {len(cases)}.")
     claims = {
-        f"none of {len(ran)} plans runs out in {given.steps} steps ({len(out)})": not out,
+        f"none of {len(ran)} plans runs out in {args.steps} steps ({len(failed)})": not failed,
         f"no probe runs out of memory or over the budget ({sum(case['ooms'] for case in ran)})": not any(
             case["ooms"] for case in ran
         ),
     }
-    if not given.smoke:
-        claims[f"the plain step does not fit in at least a third of the cases ({hard:.0%})"] = hard >= LEAST_HARD
-    result = {"plans": len(ran), "out": len(out), "nothing_fits": nothing, "hard": hard, "peak_tenths": tenths}
-    result |= {"seed": given.seed, "steps": given.steps, "cases": done}
-    whole = given.count >= COUNT and given.steps >= STEPS
+    if not args.smoke:
+        claims[f"the plain step does not fit in at least a third of the cases ({hard:.0%})"] = hard >= MIN_HARD
+    result = {"plans": len(ran), "out": len(failed), "nothing_fits": nothing_fits, "hard": hard, "peak_tenths": tenths}
+    result |= {"seed": args.seed, "steps": args.steps, "cases": cases}
+    whole = args.count >= COUNT and args.steps >= STEPS
     publish("plans_do_not_run_out", result, claims, whole=whole)
 
 

@@ -1,8 +1,8 @@
-"""What the benchmarks of searches and plans have in common: a table, PASS or FAIL for every claim, one JSON line.
+"""Print and store the result of a benchmark: table rows, PASS or FAIL for every statement, and one JSON line.
 
-Every run but a smoke run appends its line to results/NAME.jsonl; `whole` says whether it had all cases that the claim
-speaks of, or was a smaller one.
-Importing this turns the cache of calibrations off, here and in child processes: every search starts from nothing.
+Every run except a smoke run appends its line to results/NAME.jsonl. The field `whole` says whether the run had all
+cases of the claim. Importing this module turns off the cache of calibrations for this process and its children, so that
+every search starts without records.
 """
 
 import json
@@ -27,30 +27,30 @@ os.environ["OOMGUARD_CACHE"] = ""
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Of oomguard (and its commit), torch and what else was measured."""
+    """Return the versions of oomguard, torch and `packages`, and the commit of oomguard."""
     return {name: version(name) for name in ("oomguard", "torch", *packages)} | {"commit": commit()}
 
 
 def commit() -> str:
-    """The commit of the package that was imported, with a `+` if it has been changed since; `unknown` without git."""
+    """Return the commit of the imported package, with a `+` if files have changed since, or `unknown` without git."""
     package = Path(oomguard.__file__).parent
-    ask = ["git", "-C", str(package)]
+    git = ["git", "-C", str(package)]
     try:
-        found = subprocess.run([*ask, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-        changes = subprocess.run([*ask, "status", "--porcelain", "."], capture_output=True, text=True, check=True)
+        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        changes = subprocess.run([*git, "status", "--porcelain", "."], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return found.stdout.strip() + "+" * bool(changes.stdout.strip())
+    return head.stdout.strip() + "+" * bool(changes.stdout.strip())
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on, and how busy it was."""
+    """Describe this machine: processor, cores, memory, and the load of the last minute."""
     memory = round(psutil.virtual_memory().total / GIB, 1)
     return {"cpu": cpu_name(), "cores": cores(), "memory_gib": memory, "load": round(os.getloadavg()[0], 2)}
 
 
 def print_row(cells: Iterable[object], widths: Iterable[int]) -> None:
-    """A line of a table: the first column to the left, the others to the right."""
+    """Print one line of a table. The first column is aligned to the left, the others to the right."""
     texts = [
         f"{cell!s:<{width}}" if not i else f"{cell!s:>{width}}"
         for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
@@ -61,10 +61,13 @@ def print_row(cells: Iterable[object], widths: Iterable[int]) -> None:
 def publish(
     name: str, result: dict[str, Any], claims: dict[str, bool], *, whole: bool, packages: tuple[str, ...] = ()
 ) -> NoReturn:
-    """Print what came of every claim and the JSON line, keep the line, and exit with 1 on a FAIL."""
+    """Print PASS or FAIL for every statement, print and store the JSON line, and exit with 1 if one failed.
+
+    `claims` maps each statement to whether it holds. `packages` are further packages whose versions are stored.
+    """
     print()
-    for claim, kept in claims.items():
-        print(f"{'PASS' if kept else 'FAIL'}  {claim}")
+    for statement, holds in claims.items():
+        print(f"{'PASS' if holds else 'FAIL'}  {statement}")
     line = {"claim": name, "date": datetime.now(UTC).isoformat(timespec="seconds"), "whole": whole}
     line |= {"passed": claims, **result, "machine": machine(), "versions": versions(*packages)}
     text = json.dumps(line)

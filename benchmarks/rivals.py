@@ -1,10 +1,11 @@
-"""What other tools predict for the same step: torch's MemTracker (under fake tensors), torchinfo, accelerate.
+"""Predict the memory of a step with other tools: torch's MemTracker (with fake tensors), torchinfo and accelerate.
 
     python benchmarks/rivals.py '{"spec": {...}, "candidate": {...}}'
 
-prints one JSON line with bytes over the runtime, or null where the tool gives no answer. The first two are asked about
-one full microbatch; neither knows accumulation, and MemTracker refuses a model that is called more than once
-(segments). What accelerate says depends on the weights alone, so nobody needs to store it: see `accelerate_bytes`.
+prints one JSON line with the bytes over the runtime that MemTracker and torchinfo predict, or null if a tool has no
+answer. Both predict one full microbatch, because neither supports accumulation. MemTracker refuses a model that is
+called more than once, as with segments. The prediction of accelerate depends only on the weights, so it is not stored:
+`accelerate_bytes` computes it when it is needed.
 """
 
 import json
@@ -23,9 +24,9 @@ NONE = {"memtracker_bytes": None, "torchinfo_bytes": None}
 
 
 def predict(spec: dict[str, Any], knobs: dict[str, Any], timeout: float = 30) -> dict[str, Any]:
-    """Both predictions, from a process of their own, so that a tool that fails or never ends costs nothing else."""
-    asked = json.dumps({"spec": spec, "candidate": knobs})
-    command = [sys.executable, str(Path(__file__)), asked]
+    """Predict with both tools in a new process, so that a tool that crashes or hangs does not stop the benchmark."""
+    request = json.dumps({"spec": spec, "candidate": knobs})
+    command = [sys.executable, str(Path(__file__)), request]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=True)
     except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
@@ -35,7 +36,7 @@ def predict(spec: dict[str, Any], knobs: dict[str, Any], timeout: float = 30) ->
 
 
 def memtracker_bytes(spec: Spec, candidate: Candidate) -> int:
-    """Peak of an optimizer step under FakeTensorMode, with the optimizer's state in place."""
+    """Trace one optimizer step under FakeTensorMode, with the optimizer state in memory, and return its peak."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
@@ -50,7 +51,7 @@ def memtracker_bytes(spec: Spec, candidate: Candidate) -> int:
         training.optimizer.zero_grad(set_to_none=True)
         tracker = MemTracker()
         tracker.track_external(training.model, training.optimizer)
-        microbatch = list(random_microbatches(spec, candidate))[-1]  # it cannot follow more than one, nor segments
+        microbatch = list(random_microbatches(spec, candidate))[-1]  # MemTracker cannot trace more than one
         with tracker:
             step(training, [microbatch], 1)
         peaks = tracker.get_tracker_snapshot("peak")
@@ -58,7 +59,7 @@ def memtracker_bytes(spec: Spec, candidate: Candidate) -> int:
 
 
 def torchinfo_bytes(spec: Spec, candidate: Candidate) -> int:
-    """Input, forward/backward pass and parameters of torchinfo's summary of one microbatch."""
+    """Add up input, forward/backward pass and parameters in torchinfo's summary of one microbatch."""
     import torch
     import torchinfo
 
@@ -72,15 +73,15 @@ def torchinfo_bytes(spec: Spec, candidate: Candidate) -> int:
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             return self.model(inputs, None)[0]
 
-    inputs = list(random_microbatches(spec, candidate))[-1].inputs  # the last is a full one
+    inputs = list(random_microbatches(spec, candidate))[-1].inputs  # the last microbatch is a full one
     summary = torchinfo.summary(Stateless(), input_data=[inputs], verbose=0)
     return int(summary.total_input + summary.total_output_bytes + summary.total_param_bytes)
 
 
 def accelerate_bytes(spec: Spec) -> int:
-    """What `accelerate estimate-memory` says of training with Adam in fp32: 4 times the weights.
+    """Compute what `accelerate estimate-memory` reports for training with Adam in fp32: 4 times the weights.
 
-    The command itself asks for a model of the Hugging Face Hub; this is what it does with one.
+    The command itself accepts only models of the Hugging Face Hub. This function does the same for the model of a spec.
     """
     from accelerate import init_empty_weights
     from accelerate.commands.estimate import estimate_training_usage
@@ -98,15 +99,15 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    asked = json.loads(sys.argv[1])
-    spec = make_spec(asked["spec"])
-    candidate = make_candidate(spec, **asked["candidate"])
+    request = json.loads(sys.argv[1])
+    spec = make_spec(request["spec"])
+    candidate = make_candidate(spec, **request["candidate"])
     torch._C._set_mkldnn_enabled(candidate.engine != "native")
     answer: dict[str, Any] = dict(NONE)
     for tool in (torchinfo_bytes, memtracker_bytes):
         try:
             answer[tool.__name__] = tool(spec, candidate)
-        except Exception as error:  # a rival that raises has no answer: say why on stderr
+        except Exception as error:  # a tool that raises has no answer; stderr says why
             print(f"{tool.__name__}: {error}", file=sys.stderr)
     print(json.dumps(answer))
 

@@ -1,11 +1,12 @@
-"""Run the benchmarks, each in a process of its own, and say of each whether its claim held and what it took.
+"""Run the benchmarks, each in its own process, and print for each whether its claim held and how long it took.
 
-    python benchmarks/run.py [NAME...]      # one after the other, smaller than whole: half an hour for all
-    python benchmarks/run.py --whole        # as the claims have it: hours
-    python benchmarks/run.py --smoke        # minutes: does each one work, and does hold what holds at any size?
+    python benchmarks/run.py [NAME...]      # run with fewer cases; all benchmarks take half an hour
+    python benchmarks/run.py --whole        # run all cases of the claims; this takes hours
+    python benchmarks/run.py --smoke        # run as small as possible, to check that they work; this takes minutes
 
-Ends with exit code 1 if a claim did not hold. Smoke runs go two at a time, since no time counts there, and show only
-what failed. Rivals that are not installed are skipped there.
+The exit code is 1 if a claim did not hold. A smoke run checks only statements that hold at any size, never times.
+Therefore two smoke runs go in parallel. They show output only of benchmarks that failed, and skip rivals that are not
+installed.
 """
 
 import argparse
@@ -36,44 +37,45 @@ SMALLER: dict[str, tuple[str, ...]] = {
     "segments_cost_little": ("1", "--cases", "3"),
     "training_costs_nothing": ("2",),
 }
-"""Arguments of a run that takes two or three minutes, where the default takes more."""
+"""Arguments that make a benchmark take two or three minutes, for those that take longer by default."""
 WHOLE: dict[str, tuple[str, ...]] = {
     "estimates_track_peaks": ("--measure", "20", "--calibrated", "30", "--seed", str(os.getpid()))
 }
-"""Arguments of a whole run, where that is not the default."""
-LANES = 2
+"""Arguments of a whole run, for benchmarks whose default is not a whole run."""
+PARALLEL = 2
+"""Smoke runs at the same time."""
 
 
-class Done(NamedTuple):
-    """A benchmark that has ended."""
+class Result(NamedTuple):
+    """The result of one benchmark."""
 
     name: str
     code: int
     seconds: float
-    words: str
-    """What it printed, if it was not shown at once."""
+    output: str
+    """What the benchmark printed, or empty if it printed directly to the terminal."""
 
 
 def names() -> list[str]:
-    """All benchmarks: the files that begin with a claim."""
+    """List all benchmarks: the files that begin with a claim."""
     return sorted(path.stem for path in HERE.glob("*.py") if path.read_text("utf-8").startswith('"""Claim:'))
 
 
 def missing() -> list[str]:
-    """Packages of the extra `bench` that are not installed."""
-    found = []
+    """List the packages of the extra `bench` that are not installed."""
+    packages = []
     for line in requires("oomguard") or []:
         name, _, extra = line.partition(";")
         name = re.split(r"[^\w-]", name)[0]
         try:
             version(name)
         except PackageNotFoundError:
-            found += [name] if "bench" in extra else []
-    return found
+            packages += [name] if "bench" in extra else []
+    return packages
 
 
-def run(name: str, arguments: tuple[str, ...], *, quiet: bool) -> Done:
-    """One benchmark to its end."""
+def run(name: str, arguments: tuple[str, ...], *, quiet: bool) -> Result:
+    """Run one benchmark. With `quiet`, its output is captured."""
     began = time.monotonic()
     if not quiet:
         print(f"\n# {' '.join([name, *arguments])}\n", flush=True)
@@ -84,47 +86,47 @@ def run(name: str, arguments: tuple[str, ...], *, quiet: bool) -> Done:
         text=True,
         env=os.environ | {"OOMGUARD_CACHE": ""},
     )
-    return Done(name, done.returncode, time.monotonic() - began, done.stdout or "")
+    return Result(name, done.returncode, time.monotonic() - began, done.stdout or "")
 
 
-def smoke(wanted: Iterable[str]) -> Iterator[Done]:
-    """Small runs, some at a time."""
-    with ThreadPoolExecutor(LANES) as lanes:
-        yield from lanes.map(lambda name: run(name, ("--smoke",), quiet=True), wanted)
+def smoke(selected: Iterable[str]) -> Iterator[Result]:
+    """Make smoke runs, a few at the same time."""
+    with ThreadPoolExecutor(PARALLEL) as lanes:
+        yield from lanes.map(lambda name: run(name, ("--smoke",), quiet=True), selected)
 
 
-def show(done: Done) -> None:
-    """One line and, if it failed unseen, all that it printed."""
+def show(done: Result) -> None:
+    """Print one line about a benchmark and, if it failed, its captured output."""
     print(f"{'FAIL' if done.code else 'PASS'}  {done.seconds:>7.1f} s  {done.name}", flush=True)
-    for line in done.words.splitlines() if done.code else ():
+    for line in done.output.splitlines() if done.code else ():
         print(f"                 {line}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="only these")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to run (default: all)")
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--whole", action="store_true", help="as the claims have it")
-    size.add_argument("--smoke", action="store_true", help="as small as can be")
-    given = parser.parse_args()
-    unknown = {*given.names} - {*names()}
+    size.add_argument("--whole", action="store_true", help="run all cases of the claims")
+    size.add_argument("--smoke", action="store_true", help="run as small as possible")
+    args = parser.parse_args()
+    unknown = {*args.names} - {*names()}
     if unknown:
-        parser.error(f"There is no {', '.join(sorted(unknown))}. There are: {', '.join(names())}.")
-    wanted, began, ended = given.names or names(), time.monotonic(), list[Done]()
-    if given.smoke:
+        parser.error(f"Unknown benchmark: {', '.join(sorted(unknown))}. Choose from: {', '.join(names())}.")
+    selected, began, results = args.names or names(), time.monotonic(), list[Result]()
+    if args.smoke:
         if left_out := missing():
-            print(f"skipped, since they are not installed (extra `bench`): {', '.join(left_out)}")
-        for done in smoke(wanted):
+            print(f"Skipped, because they are not installed (extra `bench`): {', '.join(left_out)}")
+        for done in smoke(selected):
             show(done)
-            ended.append(done)
+            results.append(done)
     else:
-        arguments = WHOLE if given.whole else SMALLER
-        ended = [run(name, arguments.get(name, ()), quiet=False) for name in wanted]
+        arguments = WHOLE if args.whole else SMALLER
+        results = [run(name, arguments.get(name, ()), quiet=False) for name in selected]
         print()
-        for done in ended:
+        for done in results:
             show(done)
-    failed = sum(done.code != 0 for done in ended)
-    print(f"{len(ended) - failed} of {len(ended)} hold, {time.monotonic() - began:.0f} s in all")
+    failed = sum(done.code != 0 for done in results)
+    print(f"{len(results) - failed} of {len(results)} claims hold; total time {time.monotonic() - began:.0f} s")
     sys.exit(failed > 0)
 
 

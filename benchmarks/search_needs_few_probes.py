@@ -3,18 +3,21 @@ memory, in at most a third of the time of Lightning's binary search.
 
     python benchmarks/search_needs_few_probes.py [CASES] [--smoke]
 
-12 cases (6 models x 2 budgets), about 40 minutes; `--smoke`: one tiny case with the rivals that are installed, about a
-minute, which claims nothing. Side by side, on the same model, optimizer, random data and border: the true maximum
-(bisection with probes, until one more sequence does not run within the budget); oomguard; Lightning's
-Tuner.scale_batch_size in both modes with its defaults; accelerate's find_executable_batch_size and toma's batch, from
-the whole batch on; and 20 trials of a plain Optuna study (TPE over the microbatch, maximise what runs, prune what runs
-out of memory), which is what oomguard's search would be without arithmetic. All with one thread, in the allocator
-setting `steady`.
+The benchmark has 12 cases (6 models, 2 budgets) and takes about 40 minutes. `--smoke` runs one tiny case with the
+installed rivals in about a minute, and claims nothing. In each case, all contenders have the same model, optimizer,
+random data and limit, one thread and the allocator setting `steady`:
 
-The budget is one of resident bytes, to which oomguard holds its probes by watching them. The rivals need an error to
-find the border, so they get one: allocations fail beyond what the true maximum commits (see finders.py). Each tool runs
-in a process of its own, and its seconds are those of the process, imports included. Where a rival does not recognise an
-error of memory and dies of it, it is run again with the error in words that it knows (`translated`).
+- the true maximum, by bisection with probes, until one more sequence does not run within the budget;
+- oomguard;
+- Lightning's Tuner.scale_batch_size in both modes, with its defaults;
+- accelerate's find_executable_batch_size and toma's batch, starting from the whole batch;
+- 20 trials of a plain Optuna study: TPE maximises the microbatch, and trials that run out of memory are pruned. This is
+  what oomguard's search would be without arithmetic.
+
+The budget limits resident bytes. oomguard watches its probes and stops those that exceed it. The rivals find the limit
+only by an error, so for them allocations fail beyond the bytes that the true maximum commits (see finders.py). Each
+tool runs in its own process, and its seconds are those of the process, including imports. If a rival does not recognise
+an out-of-memory error and crashes, it runs again with a message that it recognises (`translated`).
 """
 
 import argparse
@@ -31,7 +34,7 @@ from oomguard._spec.read import make_spec
 from oomguard._spec.spec import Spec
 
 BATCH = 2048
-"""Far more than fits, so that the maximum lies inside."""
+"""Far more than fits, so that memory sets the limit and not the batch."""
 MODELS: tuple[dict[str, Any], ...] = (
     {"cell": "lstm", "hidden": 128, "layers": 1, "seq": 200},
     {"cell": "gru", "hidden": 128, "layers": 1, "seq": 100},
@@ -43,23 +46,22 @@ MODELS: tuple[dict[str, Any], ...] = (
 BUDGETS_BYTES = (600 * MIB, 900 * MIB)
 SMOKE: tuple[dict[str, Any], int] = ({"cell": "lstm", "hidden": 64, "layers": 1, "seq": 100}, 400 * MIB)
 SLOW = ("lightning-binsearch", "optuna", "accelerate")
-"""Rivals that a smoke run leaves out: what they need is tried by the others, and accelerate in
-recovers_without_loss.py."""
-MOST_PROBES, LEAST_SHARE, MOST_TIME = 4, 0.95, 1 / 3
+"""Rivals that a smoke run leaves out. Other rivals use the same code, and recovers_without_loss.py runs accelerate."""
+MAX_PROBES, MIN_SHARE, MAX_TIME = 4, 0.95, 1 / 3
 COLUMNS = ("", "found", "of max", "trials", "OOMs", "seconds")
-"""Of oomguard, probes that went over the budget and were stopped count among the OOMs: rivals get an error there."""
+"""For oomguard, the OOMs include probes that exceeded the budget and were stopped: a rival gets an error there."""
 WIDTHS = (34, 6, 7, 6, 5, 8)
 
 
 def largest(spec: Spec, budget_bytes: int) -> tuple[int, int]:
-    """The largest microbatch that runs within the budget while one more does not, and the probes that it took.
+    """Bisect the largest microbatch that runs within the budget. Return it and the number of probes.
 
-    Starts from the estimate, to save time: where the border is does not depend on where the bisection began.
+    The bisection starts from the estimate to save time. The result does not depend on where it starts.
     """
     with Runner("cpu", seconds=1.0) as runner:
         tried: dict[int, bool] = {}
 
-        def runs(rows: int) -> bool:
+        def fits(rows: int) -> bool:
             if rows not in tried:
                 record = runner.probe(
                     spec, make_candidate(spec, microbatch=rows, **knobs(spec)), budget_bytes=budget_bytes
@@ -68,32 +70,32 @@ def largest(spec: Spec, budget_bytes: int) -> tuple[int, int]:
                 tried[rows] = record.verdict.ran
             return tried[rows]
 
-        assert not runs(spec.batch), "The case is not hard: the whole batch fits in one pass."
+        assert not fits(spec.batch), "The case is not hard: the whole batch fits in one pass."
         guess = first_guess(spec, budget_bytes)
         low, high = guess, spec.batch
-        while low > 1 and not runs(low):
+        while low > 1 and not fits(low):
             low, high = low * 9 // 10, low
         step = max(1, low // 50)
-        while low + step < high and runs(low + step):
+        while low + step < high and fits(low + step):
             low, step = low + step, 2 * step
         high = min(high, low + step)
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if runs(middle) else (low, middle)
-        assert runs(low)
-        assert not runs(low + 1)
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        assert fits(low)
+        assert not fits(low + 1)
         return low, len(tried)
 
 
 def first_guess(spec: Spec, budget_bytes: int) -> int:
-    """The largest microbatch by the bare estimate."""
+    """Return the largest microbatch that fits by the uncalibrated estimate."""
     sizes = list(range(1, spec.batch))
-    fits = estimate(spec, microbatch=sizes, budget_bytes=budget_bytes, **knobs(spec)).total_bytes <= budget_bytes
-    return max((size for size, one in zip(sizes, fits, strict=True) if one), default=1)
+    within = estimate(spec, microbatch=sizes, budget_bytes=budget_bytes, **knobs(spec)).total_bytes <= budget_bytes
+    return max((size for size, fits in zip(sizes, within, strict=True) if fits), default=1)
 
 
 def run_case(fields: dict[str, Any], budget_bytes: int, rivals: list[str]) -> dict[str, Any]:
-    """oomguard and its rivals on one model and budget."""
+    """Run oomguard and its rivals on one model and budget."""
     fields = fields | {"features": 16, "batch": BATCH}
     spec = make_spec(fields)
     maximum, probes = largest(spec, budget_bytes)
@@ -111,23 +113,23 @@ def run_case(fields: dict[str, Any], budget_bytes: int, rivals: list[str]) -> di
 
 
 def show(case: dict[str, Any]) -> None:
-    """The table of one case."""
+    """Print the table of one case."""
     spec = case["spec"]
     model = f"{spec['cell']} {spec['hidden']} × {spec['layers']}, T = {spec['seq']}, {case['budget_bytes'] // MIB} MiB"
     print(f"\n{model}: true maximum {case['maximum']} ({case['bisection']} probes)")
     print_row(COLUMNS, WIDTHS)
-    for name, one in case.items():
-        if isinstance(one, dict) and "found" in one:
-            share = "" if one["found"] is None else f"{one['found'] / case['maximum']:.1%}"
-            cells = ("-" if one[key] is None else one[key] for key in ("found", "trials", "ooms"))
-            found, trials, ooms = cells
-            print_row((f"  {name}", found, share, trials, ooms, f"{one['seconds']:.1f}"), WIDTHS)
-            if one["error"]:
-                print(f"    died: {one['error']}")
+    for name, answer in case.items():
+        if isinstance(answer, dict) and "found" in answer:
+            share = "" if answer["found"] is None else f"{answer['found'] / case['maximum']:.1%}"
+            cells = ("-" if answer[key] is None else answer[key] for key in ("found", "trials", "ooms"))
+            microbatch, trials, ooms = cells
+            print_row((f"  {name}", microbatch, share, trials, ooms, f"{answer['seconds']:.1f}"), WIDTHS)
+            if answer["error"]:
+                print(f"    stopped with an error: {answer['error']}")
 
 
 def seconds_of(case: dict[str, Any], tool: str) -> float:
-    """Of a tool that died, what it took when it did not."""
+    """Return the seconds of a tool, or those of its translated run if it crashed in the first one."""
     return float(case.get(f"{tool}, translated", case[tool])["seconds"])
 
 
@@ -135,39 +137,39 @@ def main() -> None:
     cases = [(model, budget_bytes) for budget_bytes in BUDGETS_BYTES for model in MODELS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="?", type=int, default=len(cases))
-    parser.add_argument("--smoke", action="store_true", help="one tiny case, with what is installed")
-    given = parser.parse_args()
-    rivals = [tool for tool in installed() if not (given.smoke and tool in SLOW)]
-    if not given.smoke and len(rivals) < len(PACKAGES):
-        parser.error("Not all rivals are here. Run: pip install -c constraints.txt '.[bench]'")
-    done = []
-    for model, budget_bytes in [SMOKE] if given.smoke else cases[: given.cases]:
-        done.append(run_case(model, budget_bytes, rivals))
-        show(done[-1])
-    total = {tool: sum(seconds_of(case, tool) for case in done) for tool in ("oomguard", *rivals)}
-    print("\nSeconds in all: " + ", ".join(f"{tool} {seconds:.0f}" for tool, seconds in total.items()))
+    parser.add_argument("--smoke", action="store_true", help="run one tiny case with the rivals that are installed")
+    args = parser.parse_args()
+    rivals = [tool for tool in installed() if not (args.smoke and tool in SLOW)]
+    if not args.smoke and len(rivals) < len(PACKAGES):
+        parser.error("Not all rivals are installed. Run: pip install -c constraints.txt '.[bench]'")
+    finished = []
+    for model, budget_bytes in [SMOKE] if args.smoke else cases[: args.cases]:
+        finished.append(run_case(model, budget_bytes, rivals))
+        show(finished[-1])
+    total = {tool: sum(seconds_of(case, tool) for case in finished) for tool in ("oomguard", *rivals)}
+    print("\nTotal seconds: " + ", ".join(f"{tool} {seconds:.0f}" for tool, seconds in total.items()))
     packages = tuple(dict.fromkeys(PACKAGES[tool] for tool in rivals))
-    if given.smoke:
-        publish("search_needs_few_probes", {"cases": done}, {}, whole=False, packages=packages)
-    result, claims = judged(done, total["oomguard"] / total["lightning-binsearch"])
-    publish("search_needs_few_probes", result, claims, whole=given.cases >= len(cases), packages=packages)
+    if args.smoke:
+        publish("search_needs_few_probes", {"cases": finished}, {}, whole=False, packages=packages)
+    result, claims = judge(finished, total["oomguard"] / total["lightning-binsearch"])
+    publish("search_needs_few_probes", result, claims, whole=args.cases >= len(cases), packages=packages)
 
 
-def judged(done: list[dict[str, Any]], ratio: float) -> tuple[dict[str, Any], dict[str, bool]]:
-    """The figures of all cases, and what they say of the claims."""
-    share = min(case["oomguard"]["found"] / case["maximum"] for case in done)
-    probes = max(case["oomguard"]["trials"] for case in done)
-    over = sum(case["oomguard"]["over"] for case in done)
-    ooms = sum(case["oomguard"]["ooms"] for case in done) - over
+def judge(finished: list[dict[str, Any]], ratio: float) -> tuple[dict[str, Any], dict[str, bool]]:
+    """Compute the figures of all cases, and check the statements of the claim."""
+    share = min(case["oomguard"]["found"] / case["maximum"] for case in finished)
+    probes = max(case["oomguard"]["trials"] for case in finished)
+    over = sum(case["oomguard"]["over"] for case in finished)
+    ooms = sum(case["oomguard"]["ooms"] for case in finished) - over
     claims = {
-        f"at most {MOST_PROBES} probes (most: {probes})": probes <= MOST_PROBES,
+        f"at most {MAX_PROBES} probes (most: {probes})": probes <= MAX_PROBES,
         f"no probe runs out of memory ({ooms})": ooms == 0,
         f"no probe goes over the budget, to be stopped there ({over})": over == 0,
-        f"at least {LEAST_SHARE:.0%} of the maximum (least: {share:.1%})": share >= LEAST_SHARE,
-        f"at most 1/3 of the time of Lightning's binary search ({ratio:.2f})": ratio <= MOST_TIME,
+        f"at least {MIN_SHARE:.0%} of the maximum (least: {share:.1%})": share >= MIN_SHARE,
+        f"at most 1/3 of the time of Lightning's binary search ({ratio:.2f})": ratio <= MAX_TIME,
     }
     figures = {"least_share": share, "most_probes": probes, "ooms": ooms, "over": over, "time_ratio": ratio}
-    return figures | {"cases": done}, claims
+    return figures | {"cases": finished}, claims
 
 
 if __name__ == "__main__":

@@ -2,15 +2,16 @@
 
     python benchmarks/training_costs_nothing.py [ROUNDS] [--steps N] [--smoke]
 
-About 12 minutes; `--smoke`: one case, a few steps, which claims nothing. LSTM and GRU, whole batches and accumulation,
-one thread. The loop by hand is what a user of PyTorch would write: read the batch from the mapped file, run the
-microbatches, clip, update, note the loss. Ours does the same with the guard, the metrics and the order of the data on
-top. Lightning's Trainer runs the same model, data and candidate (accumulate_grad_batches, gradient_clip_val; no logger,
-checkpoints, progress bar or summary).
-After every step of a trainer the loop by hand makes one, in the same process, so that a busy machine slows both alike;
-a trainer's time is all that passes from one such step to the next. The tenth of these pairs that took longest together
-is left out, whichever of the two was slow; the figures are of the sums of the others, in all rounds (`ratio_of_all`:
-with them). The claim is about ours alone.
+The benchmark takes about 12 minutes. `--smoke` runs one case for a few steps and claims nothing. The cases are LSTM and
+GRU, with whole batches and with accumulation, on one thread. The loop by hand is what a user of PyTorch would write: it
+reads the batch from the mapped file, runs the microbatches, clips, updates and stores the loss. `train` does the same
+and adds the guard, the metrics and the order of the data. Lightning's Trainer runs the same model, data and candidate
+(accumulate_grad_batches, gradient_clip_val; no logger, checkpoints, progress bar or summary).
+
+After every step of a trainer, the loop by hand runs one step in the same process, so that a busy machine slows both
+alike. The time of a trainer is everything between two steps of the loop by hand. The slowest tenth of these pairs, by
+the sum of both times, is left out. The figures are computed from the sums of the other pairs of all rounds
+(`ratio_of_all`: from all pairs). The claim is only about `train`.
 """
 
 import argparse
@@ -46,20 +47,20 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "gru, 2 x 8": {"cell": "gru", "seq": 500, "hidden": 64, "layers": 1, "batch": 16, "microbatch": 8},
 }
-ROUNDS, STEPS, LEAST = 5, 40, 0.97
+ROUNDS, STEPS, MIN_RATIO = 5, 40, 0.97
 SMOKE_STEPS = 3
 WIDTHS = (12, 12, 12, 8, 14, 8)
 
 
 def make_layers(case: dict[str, Any]) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """The recurrent layers and the head."""
+    """Make the recurrent layers and the head."""
     torch.manual_seed(0)
     kind = torch.nn.LSTM if case["cell"] == "lstm" else torch.nn.GRU
     return kind(case["features"], case["hidden"], case["layers"]), torch.nn.Linear(case["hidden"], 1)
 
 
 def microbatches(case: dict[str, Any], path: Path, steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Inputs and targets from the mapped file, for so many steps and the one that is not timed."""
+    """Yield inputs and targets from the mapped file, for `steps` timed steps and one that is not timed."""
     data = np.load(path, mmap_mode="r")
     order, batch, rows = np.random.default_rng(0).permutation(len(data)), case["batch"], case["microbatch"]
     for number in range(steps + 1):
@@ -70,7 +71,7 @@ def microbatches(case: dict[str, Any], path: Path, steps: int) -> Iterator[tuple
 
 
 def by_hand(case: dict[str, Any], path: Path, steps: int) -> Iterator[None]:
-    """A plain loop, a step whenever it is asked for one."""
+    """Train with a plain loop. Each `next` runs one step."""
     layers, head = make_layers(case)
     parameters = [*layers.parameters(), *head.parameters()]
     optimizer = torch.optim.Adam(parameters, lr=1e-3, foreach=True)
@@ -92,15 +93,18 @@ def by_hand(case: dict[str, Any], path: Path, steps: int) -> Iterator[None]:
 
 
 class Turns:
-    """Told after each step of a trainer: times it, and lets the loop by hand make one. The first is not timed."""
+    """A callback for the end of each step of a trainer. It times the step and one step of the loop by hand.
 
-    def __init__(self, other: Iterator[None]) -> None:
-        self.other, self.since = other, 0.0
+    The first step is not timed.
+    """
+
+    def __init__(self, hand_loop: Iterator[None]) -> None:
+        self.hand_loop, self.since = hand_loop, 0.0
         self.pairs: list[tuple[float, float]] = []
 
     def __call__(self, *_: object) -> None:
         ended = time.perf_counter()
-        next(self.other)
+        next(self.hand_loop)
         now = time.perf_counter()
         if self.since:
             self.pairs.append((ended - self.since, now - ended))
@@ -108,14 +112,14 @@ class Turns:
 
 
 def by_train(plan: oomguard.Plan, path: Path, steps: int, turns: Turns) -> None:
-    """Ours."""
-    asked: dict[str, Any] = {"steps": steps + 1, "clip": 1.0, "validation": 0, "normalise": "none"}
+    """Train with oomguard."""
+    options: dict[str, Any] = {"steps": steps + 1, "clip": 1.0, "validation": 0, "normalise": "none"}
     with tempfile.TemporaryDirectory() as run:
-        oomguard.train(plan, str(path), progress=turns, run=run, **asked)
+        oomguard.train(plan, str(path), progress=turns, run=run, **options)
 
 
 def by_lightning(case: dict[str, Any], path: Path, steps: int, turns: Turns) -> None:
-    """Lightning's Trainer."""
+    """Train with Lightning's Trainer."""
     from pytorch_lightning import LightningModule, Trainer
     from torch.utils.data import DataLoader, IterableDataset
 
@@ -143,17 +147,17 @@ def by_lightning(case: dict[str, Any], path: Path, steps: int, turns: Turns) -> 
         def configure_optimizers(self) -> Any:
             return torch.optim.Adam(self.parameters(), lr=1e-3, foreach=True)
 
-    without: dict[str, Any] = dict.fromkeys(
+    disabled: dict[str, Any] = dict.fromkeys(
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )
     with tempfile.TemporaryDirectory() as home:
-        how: dict[str, Any] = {"accumulate_grad_batches": passes, "gradient_clip_val": 1.0, "max_steps": steps + 1}
-        trainer = Trainer(accelerator="cpu", devices=1, default_root_dir=home, **how, **without)
+        options: dict[str, Any] = {"accumulate_grad_batches": passes, "gradient_clip_val": 1.0, "max_steps": steps + 1}
+        trainer = Trainer(accelerator="cpu", devices=1, default_root_dir=home, **options, **disabled)
         trainer.fit(Module(), DataLoader(Feed(), batch_size=None))
 
 
 def run_case(case: dict[str, Any], path: Path, rounds: int, steps: int) -> dict[str, Any]:
-    """Each trainer by turns with the loop by hand: steps per second, and their ratio."""
+    """Run each trainer in turns with the loop by hand, and compare their steps per second."""
     shape = (case["batch"] * 8, case["seq"], case["features"] + 1)
     np.save(path, np.random.default_rng(0).normal(size=shape).astype(np.float32))
     plan = oomguard.find_feasible_config(**case, threads=1, segments=1, allocator="steady", allow="none", max_probes=1)
@@ -164,21 +168,21 @@ def run_case(case: dict[str, Any], path: Path, rounds: int, steps: int) -> dict[
         for name, train in trainers.items():
             turns = Turns(by_hand(case, path, steps))
             train(turns)
-            assert len(turns.pairs) == steps, f"{name} made other steps than asked for."
+            assert len(turns.pairs) == steps, f"{name} ran {len(turns.pairs)} timed steps instead of {steps}."
             pairs[name] += turns.pairs
     return {name: compare(pairs[name]) for name in trainers}
 
 
 def compare(pairs: list[tuple[float, float]]) -> dict[str, float]:
-    """Steps per second of the trainer and of the loop by hand beside it, without the slowest tenth of the pairs."""
+    """Compute the steps per second of a trainer and of the loop by hand, without the slowest tenth of the pairs."""
     kept = sorted(pairs, key=sum)[: len(pairs) - len(pairs) // 10]
-    (own, by_hand), (all_own, all_by_hand) = ([*map(sum, zip(*some, strict=True))] for some in (kept, pairs))
+    (own, by_hand), (all_own, all_by_hand) = ([*map(sum, zip(*group, strict=True))] for group in (kept, pairs))
     speeds = {"per_second": len(kept) / own, "by_hand": len(kept) / by_hand}
     return speeds | {"ratio": by_hand / own, "ratio_of_all": all_by_hand / all_own}
 
 
 def packages() -> tuple[str, ...]:
-    """The rival, if it is installed."""
+    """Return the package of the rival, if it is installed."""
     return ("pytorch-lightning",) if is_installed("pytorch-lightning") else ()
 
 
@@ -186,29 +190,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rounds", nargs="?", type=int, default=ROUNDS)
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--smoke", action="store_true", help="the last case, 1 round of 3 steps")
-    asked = parser.parse_args()
-    rounds, steps = (1, SMOKE_STEPS) if asked.smoke else (asked.rounds, asked.steps)
-    warnings.simplefilter("ignore")  # Lightning's advice on workers
-    logging.disable(logging.INFO)  # and on what it runs on
+    parser.add_argument("--smoke", action="store_true", help="run the last case for 1 round of 3 steps")
+    args = parser.parse_args()
+    rounds, steps = (1, SMOKE_STEPS) if args.smoke else (args.rounds, args.steps)
+    warnings.simplefilter("ignore")  # Lightning advises on data loader workers
+    logging.disable(logging.INFO)  # Lightning lists the devices of the machine
     torch.set_num_threads(1)
     result: dict[str, Any] = {"rounds": rounds, "steps": steps, "rows": []}
     print_row(("", "by hand /s", "train /s", "ratio", "Lightning /s", "ratio"), WIDTHS)
     with tempfile.TemporaryDirectory() as home:
-        for name, knobs in list(CASES.items())[-1 if asked.smoke else 0 :]:
+        for name, knobs in list(CASES.items())[-1 if args.smoke else 0 :]:
             row = {"case": name} | run_case(COMMON | knobs, Path(home) / "data.npy", rounds, steps)
             result["rows"].append(row)
-            words = [f"{row['train']['by_hand']:.2f}"]
+            cells = [f"{row['train']['by_hand']:.2f}"]
             for trainer in ("train", "lightning"):
-                one = row.get(trainer)
-                words += [f"{one['per_second']:.2f}", f"{one['ratio']:.3f}"] if one else ["-", "-"]
-            print_row((name, *words), WIDTHS)
+                speeds = row.get(trainer)
+                cells += [f"{speeds['per_second']:.2f}", f"{speeds['ratio']:.3f}"] if speeds else ["-", "-"]
+            print_row((name, *cells), WIDTHS)
     claims = {
-        f"{row['case']}: at least {LEAST} of the steps per second": row["train"]["ratio"] >= LEAST
+        f"{row['case']}: at least {MIN_RATIO} of the steps per second": row["train"]["ratio"] >= MIN_RATIO
         for row in result["rows"]
     }
     whole = rounds >= ROUNDS and steps >= STEPS and bool(packages())
-    publish("training_costs_nothing", result, {} if asked.smoke else claims, whole=whole, packages=packages())
+    publish("training_costs_nothing", result, {} if args.smoke else claims, whole=whole, packages=packages())
 
 
 if __name__ == "__main__":
