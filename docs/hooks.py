@@ -153,7 +153,7 @@ def claims_page() -> str:
 
 def _claim_row(name: str) -> str:
     runs, run = runs_of(name), newest(name)
-    held = sum(all(one["passed"].values()) for one in runs)
+    held = sum(all(stored["passed"].values()) for stored in runs)
     anchor = _title(name).lower().replace(" ", "-")
     return f"| [{_title(name)}](#{anchor}) | {_yes(all(run['passed'].values()))} | {len(runs)} | {held} |"
 

@@ -58,11 +58,11 @@ class Block(NamedTuple):
 
 def blocks_of(text: str) -> list[Block]:
     """Find the code blocks of a page that name their language."""
-    found = []
+    blocks = []
     for match in BLOCK.finditer(text):
         notes = tuple(line[5:-4].strip() for line in match[1].splitlines())
-        found.append(Block(match[2], match[3], notes, text.count("\n", 0, match.start(3)) + 1))
-    return found
+        blocks.append(Block(match[2], match[3], notes, text.count("\n", 0, match.start(3)) + 1))
+    return blocks
 
 
 def refresh_screens(page: Path) -> None:
@@ -92,7 +92,7 @@ def _shows(block: Block) -> bool:
 
 
 def _run(block: Block) -> str:
-    """Run the commands of a block; where output is shown, show the new one."""
+    """Run the commands of a block, and replace the output of those whose output is shown."""
     lines = []
     for screen in block.screens:
         done = run_command(screen.command)
@@ -139,22 +139,24 @@ def refresh_picture() -> None:
 
 def comparison() -> str:
     """Make the table of README.md that compares oomguard with other tools, from the newest whole benchmark runs."""
-    found = newest("search_needs_few_probes")
+    searches = newest("search_needs_few_probes")
     errors = newest("estimates_track_peaks")
-    ours, lightning, accelerate = (_finder(found, name) for name in ("oomguard", "lightning-binsearch", "accelerate"))
+    ours, lightning, accelerate = (
+        _finder(searches, name) for name in ("oomguard", "lightning-binsearch", "accelerate")
+    )
     by_hand = newest("segments_cost_little")["rows"]
     tracker = (
         f"{errors['memtracker']['median']:.0%} median error on the {errors['memtracker']['answers']} steps it can trace"
     )
     estimates = f"{errors['oomguard']['median']:.1%} on all {errors['oomguard']['answers']}"
-    died = sum(case["lightning-binsearch"]["error"] is not None for case in found["cases"])
+    died = sum(case["lightning-binsearch"]["error"] is not None for case in searches["cases"])
     longest = [_cost(by_hand, way) for way in ("segments", "checkpoint", "reentrant")]
     rows = [
         ("oomguard", "the largest microbatch, or the fastest exact setting, for RNNs", ours),
         (
             "Lightning `BatchSizeFinder`",
             "the batch size, by trial",
-            f"{lightning}; died in {died} of {len(found['cases'])} cases",
+            f"{lightning}; died in {died} of {len(searches['cases'])} cases",
         ),
         ("accelerate `find_executable_batch_size`", "the batch size, by trial", accelerate),
         ("Composer `auto`", "the microbatch, while training", "halves it on an error and never grows back; GPU only"),
@@ -215,15 +217,19 @@ def with_comparison(text: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pages", nargs="*", type=Path, metavar="PAGE", help="pages whose screens are refreshed (all)")
-    parser.add_argument("--only", choices=["screens", "picture", "comparison"], help="one of the three (all)")
-    given = parser.parse_args()
-    if given.only in (None, "picture"):
+    parser.add_argument(
+        "pages", nargs="*", type=Path, metavar="PAGE", help="pages whose screens are refreshed (default: all)"
+    )
+    parser.add_argument(
+        "--only", choices=["screens", "picture", "comparison"], help="refresh only this (default: all three)"
+    )
+    args = parser.parse_args()
+    if args.only in (None, "picture"):
         refresh_picture()
-    if given.only in (None, "comparison"):
+    if args.only in (None, "comparison"):
         README.write_text(with_comparison(README.read_text(encoding="utf-8")), encoding="utf-8")
-    if given.only in (None, "screens"):
-        for page in [path.resolve() for path in given.pages] or PAGES:
+    if args.only in (None, "screens"):
+        for page in [path.resolve() for path in args.pages] or PAGES:
             refresh_screens(page)
 
 

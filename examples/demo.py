@@ -23,7 +23,7 @@ MODEL = f"--model lstm --seq 10000 --budget {BUDGET}"
 BATCH, STEPS, FEATURES = 32, 10_000, 64
 """Rows, length and width of the data: one batch of the default spec."""
 TRAIN_SECONDS = 60
-"""Training makes as many updates as fit into this time, but 2 at least and 5 at most."""
+"""Training makes as many updates as fit into this time, but at least 2 and at most 5."""
 
 
 def main() -> int:
@@ -54,10 +54,10 @@ def main() -> int:
     require(code == 0, "The report was not written.")
 
     plain = oomguard.estimate(cell="lstm", seq=STEPS)
-    title("Result", f"{time.monotonic() - began:.0f} s in all.")
+    title("Result", f"Total time: {time.monotonic() - began:.0f} s.")
     print(f"  budget          {mib(700 << 20):>9}")
-    print(f"  plain PyTorch   {mib(plain.total_bytes):>9}  needed, by the estimate; the step in 1 ran out of memory")
-    print(f"  this training   {mib(peak_bytes):>9}  at its peak, by the kernel's count for the whole process")
+    print(f"  plain PyTorch   {mib(plain.total_bytes):>9}  needed, by the estimate; part 1 ran out of memory")
+    print(f"  this training   {mib(peak_bytes):>9}  at its peak, as the kernel counts it for the whole process")
     print(f"\n  Report: {home / 'report.html'}")
     require(peak_bytes < 700 << 20, "The training went over the budget.")
     return 0
@@ -70,7 +70,7 @@ def title(text: str, explanation: str) -> None:
 def oomguard_command(line: str, home: Path) -> tuple[int, int]:
     """Run one command in the directory, and return its exit code and its peak of resident bytes.
 
-    The peak is what the kernel reports (VmHWM), read from outside every 20 ms: training sets that mark back itself.
+    The peak is the kernel's high-water mark (VmHWM). It is read every 20 ms, because training resets that mark itself.
     """
     print(f"$ oomguard {line}", flush=True)
     cache = (home / "cache").resolve()

@@ -2,8 +2,8 @@
 
     python notebooks/run.py [NOTEBOOK ...] [--output DIR]
 
-Without names all of them, and each where it lies. The kernel is the Python that runs this script, whatever kernels are
-installed beside it, and it works in the folder of the notebooks.
+Without names, all notebooks run. Without `--output`, each notebook is overwritten. The kernel is the Python that runs
+this script, even if other kernels are installed, and its working directory is the folder of the notebooks.
 """
 
 import argparse
@@ -19,18 +19,18 @@ from nbclient import NotebookClient
 from traitlets import default
 
 HERE = Path(__file__).parent
-SECONDS = 300
-"""For one cell: far more than any needs, so that only one that hangs is ended."""
+CELL_SECONDS = 300
+"""Time limit of one cell. No cell needs nearly as much, so only a cell that hangs is stopped."""
 VOLATILE = ("execution", "widgets")
-"""Metadata that changes from run to run and says nothing."""
+"""Metadata that changes from run to run and is not stored."""
 
 
 class OwnKernel(AsyncKernelManager):
-    """Starts this very Python as the kernel, and talks to it through files: no port is opened."""
+    """Starts this Python as the kernel, and talks to it through socket files, so that no port is opened."""
 
     @default("kernel_spec_manager")
     def _only_this_python(self) -> KernelSpecManager:
-        return KernelSpecManager(kernel_dirs=[])  # where no kernel is installed, ipykernel of this Python is taken
+        return KernelSpecManager(kernel_dirs=[])  # without installed kernels, this Python is used
 
     @default("transport")
     def _by_files(self) -> str:
@@ -42,10 +42,10 @@ class OwnKernel(AsyncKernelManager):
 
 
 def execute(source: Path, target: Path) -> None:
-    """Run one notebook and write it with what came of it."""
+    """Run one notebook, and write it with its outputs."""
     notebook = nbformat.read(source, as_version=4)
-    place = {"metadata": {"path": str(HERE)}}
-    NotebookClient(notebook, kernel_manager_class=OwnKernel, timeout=SECONDS, resources=place).execute()
+    resources = {"metadata": {"path": str(HERE)}}
+    NotebookClient(notebook, kernel_manager_class=OwnKernel, timeout=CELL_SECONDS, resources=resources).execute()
     for number, cell in enumerate(notebook.cells):
         cell.id = f"cell-{number}"
         for name in VOLATILE:
@@ -56,16 +56,16 @@ def execute(source: Path, target: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("notebooks", nargs="*", type=Path, help="those to execute (all)")
-    parser.add_argument("--output", type=Path, help="where they are stored (where they lie)")
-    asked = parser.parse_args()
+    parser.add_argument("notebooks", nargs="*", type=Path, help="notebooks to execute (default: all)")
+    parser.add_argument("--output", type=Path, help="directory of the executed notebooks (default: overwrite them)")
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as home:
         for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "MPLCONFIGDIR"):
-            os.environ[name] = home  # nothing of the user's is read or written
-        os.environ["OOMGUARD_CACHE"] = ""  # nor are calibrations of earlier searches
-        for source in asked.notebooks or sorted(HERE.glob("*.ipynb")):
+            os.environ[name] = home  # no file of the user is read or written
+        os.environ["OOMGUARD_CACHE"] = ""  # no calibration of an earlier search is used
+        for source in args.notebooks or sorted(HERE.glob("*.ipynb")):
             began = time.monotonic()
-            execute(source, (asked.output or source.parent) / source.name)
+            execute(source, (args.output or source.parent) / source.name)
             print(f"{source.name}: {time.monotonic() - began:.0f} s")
 
 
