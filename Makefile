@@ -16,9 +16,10 @@ demo: .venv/demo.stamp
 	@$(PY) examples/demo.py build/demo
 
 # Two test processes, each with whole files of tests, so that fixtures that start a browser or a child are made once.
-# The tests build the documentation and run its code. Temporary files are removed.
+# The tests build the documentation and run its code. Temporary files are removed. Other users may look into their folder,
+# because tests run by root act as another user where a file must not be writable.
 test: lint
-	@mkdir -p build/cache; TMPDIR=$$(mktemp -d); XDG_CACHE_HOME="$(CURDIR)/build/cache"; export TMPDIR XDG_CACHE_HOME; \
+	@mkdir -p build/cache; TMPDIR=$$(mktemp -d); chmod 755 "$$TMPDIR"; XDG_CACHE_HOME="$(CURDIR)/build/cache"; export TMPDIR XDG_CACHE_HOME; \
 		trap 'rm -rf "$$TMPDIR"' EXIT; trap 'exit 130' INT TERM; \
 		$(PY) -m pytest --numprocesses 2 --dist loadfile
 
