@@ -149,7 +149,7 @@ class Guard:
             else:
                 self.fall("oom", reason)
 
-    def update(self, optimizer: Optimizer, step: Callable[[], None] | None = None) -> None:
+    def update(self, optimizer: Optimizer, step: Callable[[], object] | None = None) -> None:
         """`optimizer.step()`, completed even if memory runs out in the middle of it."""
         message = self.updates.run(optimizer, step)
         if message is not None:
