@@ -184,10 +184,8 @@ class Trainer:
         """The microbatches of the current rung, prepared by workers or read here."""
         loader = self.loaders[self.guard.rung]
         if batch.loader is loader and self.ranks.world == 1:
-            yield from batch.microbatches()
-            return
-        for part in loader.order.microbatches(self.ranks.share(batch.sequences)):
-            yield loader.read(part)
+            return batch.microbatches()
+        return map(loader.read, loader.order.microbatches(self.ranks.share(batch.sequences)))
 
     def _candidate_for(self, batch: Microbatch) -> Candidate:
         return self.guard.current.candidate_for(batch.inputs.shape[self.training.model.time_dim])
