@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import get_total_norm
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, RMSprop
@@ -19,9 +19,12 @@ from oomguard._spec.spec import Spec
 
 Chooser = Callable[[Microbatch], Candidate]
 """Chooses the candidate that runs a microbatch."""
-Run = Callable[[Optimizer], None]
-"""Replaces an optimizer's `step`."""
-_PLAIN: dict[str, Callable[..., Optimizer]] = {"adam": Adam, "adamw": AdamW, "rmsprop": RMSprop, "adagrad": Adagrad}
+Run = Callable[[Optimizer, Callable[[], object]], None]
+"""Runs the step of an optimizer, which is the second argument: the guard handles failures in it."""
+_OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    **{"adam": Adam, "adamw": AdamW, "rmsprop": RMSprop, "adagrad": Adagrad, "adafactor": Adafactor},
+    **{"sgd": SGD, "sgd-momentum": partial(SGD, momentum=0.9)},
+}
 _IN_8_BITS = {"adam": "Adam8bit", "adamw": "AdamW8bit", "sgd-momentum": "SGD8bit", "rmsprop": "RMSprop8bit"}
 
 
@@ -30,13 +33,10 @@ class Training:
     """The state that an update changes, and the candidate that runs it."""
 
     model: Recurrent
-    """The model, on the device that trains it."""
     candidate: Candidate
-    """The knobs of an update."""
     optimizer: Optimizer
-    """The optimizer of the trained parameters."""
     scaler: GradScaler | None = None
-    """The scaler of the loss, for fp16."""
+    """Scales the loss in fp16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,18 +70,14 @@ def make_optimizer(model: Recurrent, candidate: Candidate, lr: float = 1e-3) -> 
     parameters = trainable(model)
     if name == "adam8bit" or candidate.state_8bit:
         return _in_8_bits("adam" if name == "adam8bit" else name, parameters, lr)
-    foreach = candidate.update == "foreach"
-    how = {"fused": True} if candidate.update == "fused" else {"foreach": foreach}
-    if name in ("sgd", "sgd-momentum"):
-        return SGD(parameters, lr=lr, momentum=0.9 if name == "sgd-momentum" else 0.0, **how)
-    if name == "adafactor":
-        return Adafactor(parameters, lr=lr, foreach=foreach)
-    if name == "rmsprop" and candidate.update == "fused":
-        how = {"foreach": True}  # PyTorch has no fused one
-    return _PLAIN[name](parameters, lr=lr, **how)
+    update = candidate.update
+    if update == "fused" and name in ("rmsprop", "adafactor"):  # PyTorch has no fused ones
+        update = "foreach" if name == "rmsprop" else "loop"
+    how = {"fused": True} if update == "fused" else {"foreach": update == "foreach"}
+    return _OPTIMIZERS[name](parameters, lr=lr, **how)
 
 
-def _in_8_bits(name: str, parameters: list[Any], lr: float) -> Optimizer:
+def _in_8_bits(name: str, parameters: list[nn.Parameter], lr: float) -> Optimizer:
     """Make an optimizer of bitsandbytes, which is not installed with oomguard."""
     try:
         from bitsandbytes import optim  # type: ignore[import-not-found]
@@ -128,10 +124,7 @@ def accumulate(
         loss = backward(training.model, batch, training.candidate if how is None else how(batch), weight)
         total = loss if total is None else total + loss
         del batch  # free this microbatch before the next one is made
-    if total is None:
-        raise MisuseError(
-            rule="A batch has at least one microbatch", got="got none", advice="Leave out the step of an empty batch."
-        )
+    assert total is not None, "a batch has at least one microbatch"
     return total * scale
 
 
@@ -149,30 +142,28 @@ def no_gradient_left(training: Training) -> Iterator[None]:
 
 
 def update(training: Training, loss: Tensor, clip: float | None = None, run: Run | None = None) -> Outcome:
-    """Clip the gradient of the whole batch, and update the weights unless fp16 overflowed.
-
-    `run` is called with the optimizer instead of its `step`: the guard handles failures in it.
-    """
-    optimizer: Any = training.optimizer
+    """Clip the gradient of the whole batch, and update the weights unless fp16 overflowed."""
+    optimizer: Optimizer | _Replaced = training.optimizer
+    step = partial(offloaded_step, training.optimizer) if training.candidate.offload else training.optimizer.step
     if run is not None:
-        optimizer = _Run(optimizer, run)
+        optimizer = _Replaced(training.optimizer, partial(run, training.optimizer, step))
     elif training.candidate.offload:
-        optimizer = Offloaded(optimizer)
+        optimizer = _Replaced(training.optimizer, step)
     scaler, norm = training.scaler, None
     if scaler is not None:
-        scaler.unscale_(optimizer)
+        scaler.unscale_(optimizer)  # type: ignore[arg-type]
     if clip is not None:
         norm = _clip(trainable(training.model), clip)
     if scaler is None:
         optimizer.step()
         return Outcome(loss=loss, norm=norm)
     before = scaler.get_scale()
-    scaler.step(optimizer)
+    scaler.step(optimizer)  # type: ignore[arg-type]
     scaler.update()
     return Outcome(loss=loss, skipped=scaler.get_scale() < before, norm=norm)
 
 
-def _clip(parameters: list[torch.nn.Parameter], most: float) -> Tensor:
+def _clip(parameters: list[nn.Parameter], most: float) -> Tensor:
     """Scale all gradients, sparse ones too, to a joint norm of at most `most`; return the norm before."""
     gradients = []
     for p in parameters:
@@ -185,41 +176,32 @@ def _clip(parameters: list[torch.nn.Parameter], most: float) -> Tensor:
     return norm
 
 
-class _Run:
+class _Replaced:
     """An optimizer whose step is replaced by a function."""
 
-    def __init__(self, optimizer: Optimizer, run: Run) -> None:
-        self.optimizer, self.run = optimizer, run
+    def __init__(self, optimizer: Optimizer, step: Callable[[], object]) -> None:
+        self.step = step
         self.param_groups = optimizer.param_groups  # GradScaler reads it
 
-    def step(self) -> None:
-        self.run(self.optimizer)
 
-
-class Offloaded:
-    """An optimizer whose state lives in host memory and is copied to the card for one parameter at a time.
+def offloaded_step(optimizer: Optimizer) -> None:
+    """Update with an optimizer state that lives in host memory and is copied to the card for one parameter at a time.
 
     PyTorch's optimizers skip parameters without a gradient, so each parameter gets its gradient in turn.
     """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-        self.param_groups = optimizer.param_groups  # GradScaler reads it
-
-    def step(self) -> None:
-        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        gradients = [p.grad for p in parameters]
-        for p in parameters:
-            p.grad = None
-        for p, gradient in zip(parameters, gradients, strict=True):
-            p.grad = gradient
-            _move(self.optimizer.state[p], p.device)
-            self.optimizer.step()
-            _move(self.optimizer.state[p], torch.device("cpu"))
-            p.grad = None
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    gradients = [p.grad for p in parameters]
+    for p in parameters:
+        p.grad = None
+    for p, gradient in zip(parameters, gradients, strict=True):
+        p.grad = gradient
+        _move(optimizer.state[p], p.device)
+        optimizer.step()
+        _move(optimizer.state[p], torch.device("cpu"))
+        p.grad = None
 
 
-def _move(state: dict[str, Any], device: torch.device) -> None:
+def _move(state: dict[str, object], device: torch.device) -> None:
     """Move the tensors of one parameter's state; the step counter stays on the CPU, where the optimizer put it."""
     for name, value in state.items():
         if isinstance(value, Tensor) and value.dim():

@@ -189,7 +189,7 @@ def test_a_step_that_overflows_is_skipped_and_said_so() -> None:
 
 
 def test_a_batch_without_a_microbatch_is_refused() -> None:
-    with pytest.raises(MisuseError, match="at least one microbatch"):
+    with pytest.raises(AssertionError, match="at least one microbatch"):
         step(prepare(SPEC, make_candidate(SPEC)), [], 1)
 
 

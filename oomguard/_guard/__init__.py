@@ -5,6 +5,7 @@ Here are the guard and its attempts. `ladder.py` has the rungs and detects memor
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, TypeVar, overload
 
@@ -149,7 +150,7 @@ class Guard:
             else:
                 self.fall("oom", reason)
 
-    def update(self, optimizer: Optimizer, step: Callable[[], None] | None = None) -> None:
+    def update(self, optimizer: Optimizer, step: Callable[[], object] | None = None) -> None:
         """`optimizer.step()`, completed even if memory runs out in the middle of it."""
         message = self.updates.run(optimizer, step)
         if message is not None:
@@ -224,7 +225,7 @@ class Guard:
         self.device.unlimit()
 
 
-class Attempt:
+class Attempt(AbstractContextManager["Attempt"]):
     """One attempt at a step: `with attempt` ends without an error if memory runs out inside."""
 
     def __init__(self, guard: Guard) -> None:
@@ -235,9 +236,6 @@ class Attempt:
         """Why memory is tight, though the attempt succeeded."""
         self.agreed: list[int] | None = None
         """The largest over all processes of: outcome, memory is tight, stay on this rung. None: not entered."""
-
-    def __enter__(self) -> "Attempt":
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

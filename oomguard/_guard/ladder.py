@@ -67,9 +67,7 @@ class LadderRung:
     """One rung: the candidate for sequences of full length, and one for each bucket of shorter ones."""
 
     candidate: Candidate
-    """How sequences of full length are run."""
     expected: Prediction
-    """The peak and time that the plan expects."""
     buckets: tuple[tuple[int, Candidate], ...]
     """The longest sequence of each bucket and its candidate, shortest bucket first."""
 
@@ -114,12 +112,10 @@ def _shrink(plan: Plan, bucket: Bucket, share: float) -> Candidate:
 
 
 class Pressure(NamedTuple):
-    """Why memory is tight."""
+    """Why memory is tight: a sentence for the user, and the numbers behind it."""
 
     reason: str
-    """The reason as a sentence for the user."""
     figures: Mapping[str, int | str]
-    """The numbers behind it, for the event."""
 
 
 @dataclass(slots=True, kw_only=True)

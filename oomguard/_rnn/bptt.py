@@ -1,6 +1,6 @@
 """Backpropagation through time: one microbatch, forward and backward, in one of four ways.
 
-- plain: the whole sequence at once, as PyTorch users write it.
+- plain: the whole sequence at once, as PyTorch users write it. It is one window as long as the sequence.
 - segmented (exact): a first forward pass keeps only the states at the segments' borders; then each segment, from the
   last to the first, is recomputed with its graph and differentiated. With two levels, only the borders between groups
   of segments are kept, and those inside a group are recomputed. In a bidirectional model, each direction of each layer
@@ -14,8 +14,8 @@ loss is computed piece by piece, so the logits of the whole sequence never exist
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from oomguard._rnn.model import Recurrent, State, trainable, turned
-from oomguard._rnn.run import Mark, Microbatch, Run
+from oomguard._rnn.run import Mark, Microbatch, Run, without_graph
 from oomguard._spec.candidate import Candidate
 
 Ends = list[tuple[Tensor, Tensor]]
@@ -32,12 +32,10 @@ Ends = list[tuple[Tensor, Tensor]]
 
 def backward(model: Recurrent, batch: Microbatch, candidate: Candidate, scale: float | Tensor = 1.0) -> Tensor:
     """Add the gradients of one microbatch, run as the candidate says, and return its summed loss."""
-    run = Run(model=model, batch=batch, candidate=candidate, scale=scale)
+    run = Run(model, batch, candidate, scale)
     with run.rng.continuing():
-        if candidate.window is not None:
+        if candidate.window is not None or run.pieces == 1:
             _windowed(run)
-        elif run.pieces == 1:
-            _plain(run)
         elif model.spec.bidirectional:
             _by_layer(run)
         elif candidate.recompute:
@@ -47,25 +45,16 @@ def backward(model: Recurrent, batch: Microbatch, candidate: Candidate, scale: f
     return run.total
 
 
-def _plain(run: Run) -> None:
-    """Run the whole sequence at once."""
-    with run.computing():
-        hidden, _ = run.model.advance(run.inputs(0), None, run.lengths(0))
-        loss = run.loss(0, hidden)
-    del hidden  # the graph keeps what it needs
-    run.differentiate(loss)
-
-
 def _windowed(run: Run) -> None:
     """Run in windows: each starts from the state of the one before, without its graph."""
     state: State | None = None
     for i in range(run.pieces):
         predicts = run.model.spec.head == "per-step" or run.batch.lengths is not None or i == run.pieces - 1
-        with run.computing(), nullcontext() if predicts else _keeping_nothing(run.model):
-            hidden, after = run.model.advance(run.inputs(i), state, run.lengths(i))
+        with run.computing(), nullcontext() if predicts else without_graph(run.model.calls):
+            hidden, after = run.advance(i, state)
             loss = run.loss(i, hidden)
         state = [tuple(part.detach() for part in call) for call in after]
-        del hidden, after
+        del hidden, after  # the graph keeps what it needs
         run.differentiate(loss)
         del loss
 
@@ -73,10 +62,10 @@ def _windowed(run: Run) -> None:
 def _chunked(run: Run) -> None:
     """Run in chunks that keep their graphs. Each chunk's head is differentiated at once, which frees its logits."""
     state: State | None = None
-    ends: list[tuple[Tensor, Tensor]] = []
+    ends: Ends = []
     for i in range(run.pieces):
         with run.computing():
-            hidden, state = run.model.advance(run.inputs(i), state, run.lengths(i))
+            hidden, state = run.advance(i, state)
             cut = hidden.detach().requires_grad_(hidden.requires_grad)
             loss = run.loss(i, cut)
         run.differentiate(loss)
@@ -93,17 +82,6 @@ def _start_from(ends: Ends) -> None:
         torch.autograd.backward([end for end, _ in ends], [gradient for _, gradient in ends])
 
 
-@contextmanager
-def _keeping_nothing(model: Recurrent) -> Iterator[None]:
-    """Record no graph, with kernels in evaluation mode: in training mode they fill their reserve even so."""
-    model.calls.train(False)
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.calls.train(model.training)
-
-
 def _segmented(
     run: Run, pieces: range, before: State | None, after_gradients: list[Tensor | None], levels: int
 ) -> list[Tensor | None]:
@@ -117,11 +95,11 @@ def _segmented(
     size = math.ceil(len(pieces) ** (1 - 1 / levels)) if levels > 1 else 1
     groups = [pieces[first : first + size] for first in range(0, len(pieces), size)]
     borders, state = [(before, run.rng.read())], before
-    with _keeping_nothing(run.model):
+    with without_graph(run.model.calls):
         for group in groups[:-1]:
             for i in group:
                 with run.computing():
-                    state = run.model.advance(run.inputs(i), state, run.lengths(i))[1]
+                    state = run.advance(i, state)[1]
             borders.append((_moved(state, run.home), run.rng.read()))
     del state, before
     for group in reversed(groups):
@@ -134,10 +112,10 @@ def _segmented(
 def _piece_ends(run: Run, i: int, state: State | None) -> tuple[Ends, State]:
     """Run piece `i` of the whole model with its graph; return where backward starts, and the state after the piece."""
     with run.computing():
-        hidden, after = run.model.advance(run.inputs(i), state, run.lengths(i))
+        hidden, after = run.advance(i, state)
         loss = run.loss(i, hidden)
     if i == run.pieces - 1:
-        run.rng.note_end()
+        run.rng.end = run.rng.read()
     if loss is None:
         return [], after
     run.total.add_(loss.detach())
@@ -185,10 +163,7 @@ class _Layer:
     def advance(self, direction: int, i: int, state: State | None, below: Tensor | None) -> tuple[Tensor, State]:
         """Return one direction's outputs for piece `i` and the state after it, from that piece of the outputs below."""
         run, model, lengths = self.run, self.run.model, self.run.lengths(i)
-        if i in self.marks:
-            run.rng.restore(self.marks[i])
-        else:
-            self.marks[i] = run.rng.read()
+        run.rng.restore(self.marks.setdefault(i, run.rng.read()))
         with run.computing():
             if below is None:
                 entering = model.enter(run.inputs(i))
@@ -212,8 +187,7 @@ class _Layer:
         `leaf` is that piece of the outputs below, `gradients` those of all outputs of this layer.
         """
         outputs, after = self.advance(direction, i, state, leaf)
-        width = outputs.shape[-1]
-        gradient = self.run.cut(gradients, i)[..., direction * width :][..., :width]
+        gradient = self.run.cut(gradients, i).chunk(2, -1)[direction]
         return [(outputs, gradient.to(outputs.dtype))] if outputs.requires_grad else [], after
 
 
@@ -228,7 +202,7 @@ def _by_layer(run: Run) -> None:
             layers.append(_Layer(run, index, outputs))
             outputs = _layer_forward(layers[-1])
         assert outputs is not None  # a model has a layer
-        run.rng.note_end()
+        run.rng.end = run.rng.read()
         gradients = _loss_backward(run, outputs)
         del outputs  # its memory holds the gradients now
         while layers and _trains_up_to(run.model, layers[-1].index):
@@ -248,8 +222,7 @@ def _layer_forward(layer: _Layer) -> Tensor:
             if whole is None:
                 shape = (*run.batch.inputs.shape[:2], run.model.spec.width)
                 whole = torch.empty(shape, dtype=piece.dtype, device=run.home)
-            width = piece.shape[-1]
-            whole.narrow(run.model.time_dim, *run.span(i))[..., direction * width :][..., :width].copy_(piece)
+            run.narrow(whole, i).chunk(2, -1)[direction].copy_(piece)
         if direction == 0:
             front = run.rng.read()
     run.rng.restore(front)  # the second direction repeated the first one's masks: the next layer continues from here
@@ -264,7 +237,7 @@ def _loss_backward(run: Run, outputs: Tensor) -> Tensor:
         with run.computing():
             loss = run.loss(i, run.model.normalise(run.model.spec.layers - 1, leaf))
         run.differentiate(loss)
-        piece = outputs.narrow(run.model.time_dim, *run.span(i))
+        piece = run.narrow(outputs, i)
         piece.zero_() if leaf.grad is None else piece.copy_(leaf.grad)
         del leaf, loss
     return outputs
@@ -282,14 +255,14 @@ def _layer_backward(layer: _Layer, gradients: Tensor) -> Tensor:
             run_piece = partial(layer.ends, direction, i, leaf, gradients)
             after_gradients = _differentiate_piece(run_piece, border, after_gradients)
             if leaf is not None and leaf.grad is not None and below_gradients is not None:
-                below_gradients.narrow(run.model.time_dim, *run.span(i)).add_(leaf.grad.to(run.home))
+                run.narrow(below_gradients, i).add_(leaf.grad.to(run.home))
             del leaf, run_piece  # free them before the next piece is run
     return gradients if below_gradients is None else below_gradients
 
 
 def _order(run: Run, direction: int) -> range:
     """Return the pieces in the order of a direction."""
-    return range(run.pieces) if direction == 0 else range(run.pieces - 1, -1, -1)
+    return range(run.pieces)[:: -1 if direction else 1]
 
 
 def _trains_up_to(model: Recurrent, layer: int) -> bool:

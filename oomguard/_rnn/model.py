@@ -17,13 +17,7 @@ State = list[CallState]
 
 
 def build(spec: Spec) -> "Recurrent":
-    """Build the model of a spec, on the CPU, in training mode, with frozen parts frozen.
-
-    >>> model = build(Spec(cell="gru", seq=5, features=3, hidden=4, layers=1))
-    >>> outputs, state = model(torch.randn(5, 2, 3), None)
-    >>> outputs.shape, len(state)
-    (torch.Size([5, 2, 1]), 1)
-    """
+    """Build the model of a spec, on the CPU, in training mode, with frozen parts frozen."""
     model = Recurrent(spec)
     for part in spec.frozen:
         model.part(part).requires_grad_(False)
@@ -57,13 +51,7 @@ class Recurrent(nn.Module):
 
     def part(self, name: str) -> nn.Module:
         """Return a part by its name in `Spec.frozen`."""
-        if name.startswith("layer"):
-            call = self.calls[int(name.removeprefix("layer"))]
-            assert isinstance(call, nn.Module)
-            return call
-        part = getattr(self, name)
-        assert isinstance(part, nn.Module)
-        return part
+        return self.get_submodule(name.replace("layer", "calls."))
 
     def forward(self, inputs: Tensor, state: State | None, lengths: Tensor | None = None) -> tuple[Tensor, State]:
         """Return the outputs and the state after the last step. `lengths`: real steps of padded sequences."""
@@ -120,7 +108,8 @@ class Recurrent(nn.Module):
         rows = hidden.shape[1 - self.time_dim]
         lengths = torch.full((rows,), steps) if lengths is None else lengths
         whole = torch.zeros(rows, dtype=torch.bool) if card else lengths == steps
-        outputs, after = _empty(call, hidden), _zeros(call, hidden, rows) if state is None else state
+        outputs, after = _zeros(call, hidden, rows)
+        after = after if state is None else state
         for group, short in ((whole, False), (~whole & (lengths > 0), True)):
             if group.any():
                 outputs, after = self._run_some(call, (hidden, lengths if short else None), (outputs, after), group)
@@ -184,10 +173,9 @@ class Recurrent(nn.Module):
 
 
 def _recurrent(spec: Spec, index: int, layers: int, directions: int | None = None) -> nn.Module:
-    two = (directions or spec.directions) == 2
     shape: dict[str, Any] = {
         **{"input_size": spec.inputs if index == 0 else spec.width, "hidden_size": spec.hidden, "num_layers": layers},
-        **{"bidirectional": two, "batch_first": spec.batch_first},
+        **{"bidirectional": (directions or spec.directions) == 2, "batch_first": spec.batch_first},
     }
     if spec.cell == "lstm":
         return nn.LSTM(**shape, proj_size=spec.projection or 0)
@@ -217,17 +205,12 @@ def _as_tuple(state: Any) -> CallState:
     return state if isinstance(state, tuple) else (state,)
 
 
-def _zeros(call: Any, like: Tensor, rows: int) -> CallState:
-    """Return the state before the first step."""
-    calls = call.num_layers * (2 if call.bidirectional else 1)
-    sizes = [call.proj_size or call.hidden_size, call.hidden_size] if call.mode == "LSTM" else [call.hidden_size]
-    return tuple(torch.zeros(calls, rows, size, dtype=like.dtype, device=like.device) for size in sizes)
-
-
-def _empty(call: Any, like: Tensor) -> Tensor:
-    """Return zeros in the shape of a call's outputs."""
-    width = (call.proj_size or call.hidden_size) * (2 if call.bidirectional else 1)
-    return like.new_zeros(*like.shape[:2], width)
+def _zeros(call: Any, hidden: Tensor, rows: int) -> tuple[Tensor, CallState]:
+    """Return zeros in the shape of a call's outputs, and the state before the first step."""
+    directions, width = 2 if call.bidirectional else 1, call.proj_size or call.hidden_size
+    sizes = [width, call.hidden_size] if call.mode == "LSTM" else [width]
+    state = tuple(hidden.new_zeros(call.num_layers * directions, rows, size) for size in sizes)
+    return hidden.new_zeros(*hidden.shape[:2], width * directions), state
 
 
 def turned(piece: Tensor, lengths: Tensor | None, time_dim: int) -> Tensor:

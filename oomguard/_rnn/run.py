@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from oomguard._rnn.model import Recurrent, State
@@ -38,7 +37,8 @@ def count_targets(spec: Spec, batch: Microbatch) -> int:
     >>> count_targets(spec, Microbatch(torch.zeros(5, 2, 3), torch.zeros(5, 2, 1), torch.tensor([5, 2])))
     7
     """
-    real = real_steps(spec, batch, 0, batch.inputs.shape[1 if spec.batch_first else 0])
+    steps = batch.inputs.shape[1 if spec.batch_first else 0]
+    real = None if spec.head == "last-step" else _real(spec, batch, 0, steps)
     if spec.loss == "cross-entropy":
         wanted = batch.targets != IGNORED
         return int((wanted if real is None else wanted & real.to(wanted.device)).sum())
@@ -48,18 +48,15 @@ def count_targets(spec: Spec, batch: Microbatch) -> int:
 
 
 class RngState:
-    """The random generator of dropout: a piece that is recomputed must use the masks of the first time.
-
-    Call `read()` before a piece and `restore(mark)` before it is recomputed. The first pass takes all pieces in order,
-    and `note_end()` stores the state after it: random numbers continue from there, as after a plain pass.
-    """
+    """The random generator of dropout: a piece that is recomputed must use the masks of the first time."""
 
     def __init__(self, model: Recurrent) -> None:
         self.generator: torch.Generator | None = None
         if model.spec.dropout and model.training and len(model.calls) > 1:
             cuda = model.device.type == "cuda"
             self.generator = torch.cuda.default_generators[model.device.index or 0] if cuda else torch.default_generator
-        self.last: Mark = None
+        self.end: Mark = None
+        """The state after all pieces ran in order: random numbers continue from there, as after a plain pass."""
 
     def read(self) -> Mark:
         """Return the generator's state."""
@@ -70,11 +67,6 @@ class RngState:
         if self.generator is not None and mark is not None:
             self.generator.set_state(mark)
 
-    def note_end(self) -> None:
-        """Note the state after the first pass through all pieces; later passes repeat pieces."""
-        if self.last is None:
-            self.last = self.read()
-
     @contextmanager
     def continuing(self) -> Iterator[None]:
         """Leave the generator as a plain pass would, or as it was if the pass fails."""
@@ -84,42 +76,32 @@ class RngState:
         except BaseException:
             self.restore(start)
             raise
-        self.restore(self.last)
+        self.restore(self.end)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """One microbatch that runs through the model in the candidate's pieces, or as a whole."""
 
-    model: Recurrent
-    batch: Microbatch
-    candidate: Candidate
-    scale: float | Tensor = 1.0
-    whole: bool = False
-    length: int = field(init=False)
-    """Steps of a piece."""
-    total: Tensor = field(init=False)
-    """Sum of the losses so far."""
-    rng: RngState = field(init=False)
-
-    def __post_init__(self) -> None:
-        weight, length = self.model.head.weight, self.candidate.window or -(-self.steps // self.candidate.segments)
-        object.__setattr__(self, "length", self.steps if self.whole else length)
-        object.__setattr__(self, "total", torch.zeros((), device=weight.device, dtype=weight.dtype))
-        object.__setattr__(self, "rng", RngState(self.model))
-
-    @property
-    def steps(self) -> int:
-        return self.batch.inputs.shape[self.model.time_dim]
-
-    @property
-    def pieces(self) -> int:
-        return -(-self.steps // self.length)
-
-    @property
-    def home(self) -> torch.device:
+    def __init__(
+        self,
+        model: Recurrent,
+        batch: Microbatch,
+        candidate: Candidate,
+        scale: float | Tensor = 1.0,
+        *,
+        whole: bool = False,
+    ) -> None:
+        self.model, self.batch, self.candidate, self.scale = model, batch, candidate, scale
+        self.steps = batch.inputs.shape[model.time_dim]
+        length = candidate.window or -(-self.steps // candidate.segments)
+        self.length = self.steps if whole else length
+        """Steps of a piece."""
+        self.pieces = -(-self.steps // self.length)
+        self.total = torch.zeros((), device=model.device, dtype=model.head.weight.dtype)
+        """Sum of the losses so far."""
+        self.rng = RngState(model)
+        self.home = torch.device("cpu") if candidate.keep == "host" else model.device
         """The device of tensors that span the whole sequence."""
-        return torch.device("cpu") if self.candidate.keep == "host" else self.model.device
 
     def span(self, i: int) -> tuple[int, int]:
         """Return the first step of piece `i` and its number of steps.
@@ -132,18 +114,23 @@ class Run:
         start = max(0, i * self.length - short)
         return start, min((i + 1) * self.length - short, self.steps) - start
 
+    def narrow(self, whole: Tensor, i: int) -> Tensor:
+        """Return piece `i` of a tensor of all steps, as a view."""
+        return whole.narrow(self.model.time_dim, *self.span(i))
+
     def cut(self, whole: Tensor, i: int) -> Tensor:
         """Return piece `i` of a tensor of all steps, on the device of the weights."""
-        return whole.narrow(self.model.time_dim, *self.span(i)).to(self.model.device, non_blocking=True)
+        return self.narrow(whole, i).to(self.model.device, non_blocking=True)
 
     def inputs(self, i: int) -> Tensor:
         """Return piece `i` of the inputs. Padding is set to zero, since NaN times 0 is NaN."""
         piece, spec = self.cut(self.batch.inputs, i), self.model.spec
-        real = None if spec.vocab is not None else _real(self.batch, *self.span(i))
-        if real is None:
-            return piece
-        real = (real.T if spec.batch_first else real).to(piece.device)
-        return piece.masked_fill(~real.unsqueeze(-1), 0)
+        real = None if spec.vocab is not None else _real(spec, self.batch, *self.span(i))
+        return piece if real is None else piece.masked_fill(~real.to(piece.device).unsqueeze(-1), 0)
+
+    def advance(self, i: int, state: State | None) -> tuple[Tensor, State]:
+        """Run piece `i` up to the head; return the outputs of the last layer and the state after the piece."""
+        return self.model.advance(self.inputs(i), state, self.lengths(i))
 
     def lengths(self, i: int) -> Tensor | None:
         """Real steps of each sequence within piece `i`."""
@@ -159,9 +146,8 @@ class Run:
     def loss(self, i: int, hidden: Tensor) -> Tensor | None:
         """Return the loss of piece `i`; None if it has no targets."""
         model, spec = self.model, self.model.spec
-        start, steps = self.span(i)
         if spec.head == "per-step":
-            real = real_steps(spec, self.batch, start, steps)
+            real = _real(spec, self.batch, *self.span(i))
             return summed_loss(spec.loss, model.head(hidden), self.cut(self.batch.targets, i), real)
         rows, last = self.last_steps(i, hidden)
         if not len(rows):
@@ -200,23 +186,18 @@ def summed_loss(kind: str | None, outputs: Tensor, targets: Tensor, real: Tensor
     return functional.mse_loss(outputs, targets, reduction="sum")
 
 
-def real_steps(spec: Spec, batch: Microbatch, start: int, steps: int) -> Tensor | None:
-    """Return a mask of the steps with real targets, in the layout of the targets; None if all are real."""
-    real = None if spec.head == "last-step" else _real(batch, start, steps)
-    return real.T if real is not None and spec.batch_first else real
-
-
-def _real(batch: Microbatch, start: int, steps: int) -> Tensor | None:
-    """Return a mask of the steps that are not padding, time x sequences; None if none is padding."""
+def _real(spec: Spec, batch: Microbatch, start: int, steps: int) -> Tensor | None:
+    """Return a mask of the steps that are not padding, in the layout of the inputs; None if none is padding."""
     if batch.lengths is None or int(batch.lengths.min()) >= start + steps:
         return None
-    return torch.arange(start, start + steps)[:, None] < batch.lengths
+    real = torch.arange(start, start + steps)[:, None] < batch.lengths
+    return real.T if spec.batch_first else real
 
 
 def evaluate(model: Recurrent, batch: Microbatch, candidate: Candidate) -> Tensor:
     """Return the sum of the losses over real steps and sequences, on the model's device."""
-    run = Run(model=model, batch=batch, candidate=candidate, whole=model.spec.bidirectional)
-    with _evaluating(model):
+    run = Run(model, batch, candidate, whole=model.spec.bidirectional)
+    with without_graph(model):
         for i, hidden in _pieces(run):
             with run.computing():
                 loss = run.loss(i, hidden)
@@ -227,9 +208,9 @@ def evaluate(model: Recurrent, batch: Microbatch, candidate: Candidate) -> Tenso
 
 def outputs(model: Recurrent, batch: Microbatch, candidate: Candidate) -> Tensor:
     """Return the outputs on the CPU in float32: sequences x steps x outputs, or sequences x outputs at the last."""
-    run, made = Run(model=model, batch=batch, candidate=candidate, whole=model.spec.bidirectional), []
+    run, made = Run(model, batch, candidate, whole=model.spec.bidirectional), []
     ends = torch.zeros(batch.inputs.shape[1 - model.time_dim], model.spec.classes)
-    with _evaluating(model):
+    with without_graph(model):
         for i, hidden in _pieces(run):
             with run.computing():
                 if model.spec.head == "per-step":
@@ -248,18 +229,18 @@ def _pieces(run: Run) -> Iterator[tuple[int, Tensor]]:
     state: State | None = None
     for i in range(run.pieces):
         with run.computing():
-            hidden, state = run.model.advance(run.inputs(i), state, run.lengths(i))
+            hidden, state = run.advance(i, state)
         yield i, hidden
         del hidden
 
 
 @contextmanager
-def _evaluating(model: Recurrent) -> Iterator[None]:
-    """Evaluate without graph and dropout, and restore the mode afterwards."""
-    before = model.training
-    model.eval()
+def without_graph(module: nn.Module) -> Iterator[None]:
+    """Record no graph, with a module in evaluation mode: kernels in training mode fill their reserve even so."""
+    before = module.training
+    module.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        model.train(before)
+        module.train(before)

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from oomguard._core.errors import Bounds, MisuseError, check_fields, flag, shown
+from oomguard._core.errors import Bounds, MisuseError, check_fields, wrong
 from oomguard._core.units import parse_seconds
 
 Schedule = Literal["constant", "cosine", "linear", "step"]
@@ -63,17 +63,9 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not (is_number and 0 < value < math.inf) and not (name == "clip" and value is None):
-                raise MisuseError(
-                    rule=f"{flag(name)} must be a number above 0",
-                    got=f"got {shown(value)}",
-                    advice="Write it as 0.001.",
-                )
+                raise wrong(name, "a number above 0", value, "Write it as 0.001.")
         if self.save_steps == self.save_seconds == math.inf:
-            raise MisuseError(
-                rule="--save-every must be a number of steps or a duration",
-                got=f"got {shown(self.save_every)}",
-                advice="Write it as 500 or 10min.",
-            )
+            raise wrong("save_every", "a number of steps or a duration", self.save_every, "Write it as 500 or 10min.")
 
     @property
     def save_steps(self) -> float:

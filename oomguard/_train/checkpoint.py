@@ -9,12 +9,13 @@
 Nothing is pickled: tensors are in a safetensors file, the rest is JSON.
 """
 
+import hashlib
 import json
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from pkgutil import resolve_name
@@ -24,7 +25,7 @@ import msgspec
 from torch import Tensor
 
 from oomguard._core.errors import MisuseError, flag, shown
-from oomguard._core.system import file_errors, sync_directory
+from oomguard._core.system import file_errors, opened, sync_directory, write_all
 from oomguard._core.units import format_bytes
 from oomguard._data.options import DataOptions
 from oomguard._data.order import Position
@@ -34,18 +35,7 @@ from oomguard._rnn.model import Recurrent, build
 from oomguard._spec.candidate import Candidate
 from oomguard._spec.spec import Spec
 from oomguard._step import Training
-from oomguard._train.tensors import (
-    Checksum,
-    OptimizerState,
-    TensorFile,
-    checksum_of,
-    collect_state,
-    file_pieces,
-    put_state,
-    put_weights,
-    weights,
-    write_file,
-)
+from oomguard._train.tensors import OptimizerState, TensorFile, file_pieces, get_state, put_state, put_weights, weights
 
 Model = Callable[[Spec], Recurrent] | str | None
 """A function from a spec to a model, or its name package.module:function; None: the model that the spec describes."""
@@ -63,6 +53,13 @@ _NOT_IN_WEIGHTS = ("seq", "lengths", "batch", "optimizer", "loss", "packed", "ba
 """Fields of a spec that do not affect the shape of the weights."""
 
 
+class Checksum(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Identifies the content of a file."""
+
+    sha256: str
+    size_bytes: int
+
+
 class TrainState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How far a training is, besides its weights, optimizer and random numbers.
 
@@ -72,7 +69,6 @@ class TrainState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     step: int = 0
     """Optimizer steps made."""
     position: Position = Position()
-    """Position in the data."""
     ladder: LadderPosition = msgspec.field(name="standing", default=LadderPosition())
     """Rung of the plan. A resumed run continues there, since other microbatches round sums differently."""
     loss: float | None = None
@@ -95,36 +91,25 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """A complete checkpoint, as `facts.json` has it. Its tensors are still in its directory."""
 
     version: int
-    """Version of the format."""
     step: int
     """Optimizer steps made when it was saved."""
     spec: Spec
-    """The model that is trained."""
     candidate: Candidate
-    """How steps were run."""
     optimizer: OptimizerState = msgspec.field(name="state")
-    """Numbers of optimizer and scaler."""
     state: TrainState = msgspec.field(name="facts")
-    """How far the training is."""
     directory: str = ""
     """Where it was found; not in the file."""
 
     def tensors(self) -> TensorFile:
-        """The file with its tensors."""
         return TensorFile(Path(self.directory) / TENSORS)
 
 
 def save(directory: str | os.PathLike[str], training: Training, state: TrainState, keep: int = 3) -> Path:
     """Write a checkpoint, then remove all but the last `keep`. Returns its directory."""
-    home = Path(directory)
-    optimizer, tensors = collect_state(training)
+    home, spec, candidate = Path(directory), training.model.spec, training.candidate
+    optimizer, tensors = get_state(training)
     content = Checkpoint(
-        version=VERSION,
-        step=state.step,
-        spec=training.model.spec,
-        candidate=training.candidate,
-        optimizer=optimizer,
-        state=state,
+        version=VERSION, step=state.step, spec=spec, candidate=candidate, optimizer=optimizer, state=state
     )
     size = format_bytes(sum(tensor.nbytes for tensor in tensors.values()))
     advice = f"Give a directory with {size} free that you can write to. Older checkpoints are intact."
@@ -142,22 +127,41 @@ def _write(home: Path, tensors: dict[str, Tensor], content: Checkpoint) -> Path:
     for leftover in home.glob(f"{_UNFINISHED}*"):
         shutil.rmtree(leftover)
     # by serial number, since a step number may come back after a return to an older checkpoint
-    serial = max((_serial(path) for path in _list(home)), default=0) + 1
+    serial = max(map(_serial, _list(home)), default=0) + 1
     name = f"step-{content.step:08d}-save-{serial:04d}"
     unfinished = home / f"{_UNFINISHED}{name}"
     # not by msgspec's own encoder, which writes a loss of NaN or infinity as null
     text = json.dumps(msgspec.to_builtins(content, str_keys=True), indent=1).encode()
     try:
         unfinished.mkdir()
-        sums = {TENSORS: write_file(unfinished / TENSORS, file_pieces(tensors))}
-        sums[FACTS] = write_file(unfinished / FACTS, [text])
-        write_file(unfinished / CHECKSUMS, [msgspec.json.encode(sums)])
+        sums = {TENSORS: _write_file(unfinished / TENSORS, file_pieces(tensors))}
+        sums[FACTS] = _write_file(unfinished / FACTS, [text])
+        _write_file(unfinished / CHECKSUMS, [msgspec.json.encode(sums)])
         sync_directory(unfinished)
         os.replace(unfinished, home / name)
         sync_directory(home)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)  # there only if the save failed
     return home / name
+
+
+def _write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> Checksum:
+    """Write a new file piece by piece. It is on the disk when this returns."""
+    digest, size_bytes = hashlib.sha256(), 0
+    with opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
+        for piece in pieces:
+            digest.update(piece)
+            write_all(file, piece)
+            size_bytes += len(piece)
+            del piece  # otherwise it stays in host memory while the next tensor comes from the card
+        os.fsync(file)
+    return Checksum(sha256=digest.hexdigest(), size_bytes=size_bytes)
+
+
+def checksum_of(path: Path) -> Checksum:
+    """The checksum of a file's present content."""
+    with path.open("rb") as file:
+        return Checksum(sha256=hashlib.file_digest(file, "sha256").hexdigest(), size_bytes=file.tell())
 
 
 def _remove_old(home: Path, keep: int) -> None:

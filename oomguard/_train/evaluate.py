@@ -77,19 +77,16 @@ def in_microbatches(order: Ints, rows: int, compute: Callable[[Ints], Result]) -
 
     Out of memory halves the microbatch from there on. `GuardError`: not even one sequence fits.
     """
-    start = 0
-    while start < len(order):
-        sequences = order[start : start + rows]
+    while len(order):
+        sequences = order[:rows]
         try:
-            result = compute(sequences)
+            yield sequences, compute(sequences)
+            order = order[rows:]
+            continue
         except Exception as error:
             if judge(error) is not Verdict.OOM:
                 raise
             message = str(error).strip().partition("\n")[0]
-        else:
-            yield sequences, result
-            start += len(sequences)
-            continue
         if len(sequences) == 1:
             raise GuardError(
                 rule="An evaluation pass of one sequence must fit",

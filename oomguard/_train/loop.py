@@ -23,7 +23,7 @@ from oomguard._plan.value import Plan
 from oomguard._rnn import Microbatch
 from oomguard._rnn.model import Recurrent
 from oomguard._spec.candidate import Candidate
-from oomguard._step import Offloaded, Outcome, Training, accumulate, no_gradient_left, update
+from oomguard._step import Outcome, Training, accumulate, no_gradient_left, update
 from oomguard._train import TrainOptions, learning_rate
 from oomguard._train.checkpoint import BEST, CHECKPOINTS, Model, TrainState, save
 from oomguard._train.evaluate import evaluation_candidate, validate
@@ -170,7 +170,7 @@ class Trainer:
                     loss = self._accumulate(batch)
             with ranks.together():
                 loss = ranks.sum_gradients(training.model, loss)
-                return update(training, loss, self.config.options.clip, self._update)
+                return update(training, loss, self.config.options.clip, guard.update)
 
     def _accumulate(self, batch: Batch) -> torch.Tensor:
         """Add up the gradient of this process's share of a batch; returns the loss."""
@@ -184,17 +184,11 @@ class Trainer:
         """The microbatches of the current rung, prepared by workers or read here."""
         loader = self.loaders[self.guard.rung]
         if batch.loader is loader and self.ranks.world == 1:
-            yield from batch.microbatches()
-            return
-        for part in loader.order.microbatches(self.ranks.share(batch.sequences)):
-            yield loader.read(part)
+            return batch.microbatches()
+        return map(loader.read, loader.order.microbatches(self.ranks.share(batch.sequences)))
 
     def _candidate_for(self, batch: Microbatch) -> Candidate:
         return self.guard.current.candidate_for(batch.inputs.shape[self.training.model.time_dim])
-
-    def _update(self, optimizer: torch.optim.Optimizer) -> None:
-        offload = self.training.candidate.offload
-        self.guard.update(optimizer, Offloaded(optimizer).step if offload else None)
 
     def _finish_step(self, batch: Batch, outcome: Outcome, tokens_per_second: float) -> None:
         """Count a step, validate if it is time, and report."""

@@ -31,11 +31,10 @@ class Metrics:
     def __init__(self, directory: str | os.PathLike[str], last_step: int = 0, *, tensorboard: bool = False) -> None:
         self.path = Path(directory) / CSV
         self.last_step = last_step
-        self._writer_class = _writer_class() if tensorboard else None
-        self._writer: SummaryWriter | None = None
         with file_errors(_RULE, self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._drop_rows_after(last_step)
+        self._writer = _open_tensorboard(self.path.parent, last_step) if tensorboard else None
 
     def write(self, step: int, **values: SupportsFloat | None) -> None:
         """Append a row. A number that is missing or None stays empty. A kill after this call does not lose the row."""
@@ -49,10 +48,7 @@ class Metrics:
         row = ",".join([str(step), *(repr(numbers[name]) if name in numbers else "" for name in COLUMNS)])
         with file_errors(_RULE, self.path):
             self._append(row)
-        if self._writer_class is not None:
-            if self._writer is None:  # it drops what an earlier process wrote after the last step
-                directory, purge_step = str(self.path.parent), self.last_step + 1
-                self._writer = self._writer_class(directory, purge_step=purge_step, flush_secs=10)
+        if self._writer is not None:
             for name, number in numbers.items():
                 self._writer.add_scalar(name, number, step)
         self.last_step = step
@@ -69,7 +65,6 @@ class Metrics:
         """Close TensorBoard's event file."""
         if self._writer is not None:
             self._writer.close()
-        self._writer = None
 
     def _drop_rows_after(self, last_step: int) -> None:
         """Continue an existing file without later steps, damaged rows and a half-written last line."""
@@ -103,7 +98,8 @@ class Metrics:
                 raise
 
 
-def _writer_class() -> "type[SummaryWriter]":
+def _open_tensorboard(directory: Path, last_step: int) -> "SummaryWriter":
+    """A writer of event files. TensorBoard drops what an earlier process wrote after the last step."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -112,4 +108,4 @@ def _writer_class() -> "type[SummaryWriter]":
             got=f"it could not be imported ({error})",
             advice='Run pip install "oomguard[tensorboard]", or leave --tensorboard out.',
         ) from None
-    return SummaryWriter
+    return SummaryWriter(str(directory), purge_step=last_step + 1, flush_secs=10)

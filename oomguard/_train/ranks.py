@@ -25,14 +25,11 @@ DONE, TORN, FAILED = 0, 1, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """The place of this process among those that train together."""
+    """The number of this process, that of all processes that train together, and the device of this one."""
 
     rank: int = 0
-    """Number of this process."""
     world: int = 1
-    """Number of processes."""
     device: str = "cpu"
-    """Device of the tensors that are exchanged."""
 
     @property
     def first(self) -> bool:

@@ -5,10 +5,8 @@ itself only reads the files: its own writer first copies all tensors of a card t
 a second pass over the file.
 """
 
-import hashlib
 import json
-import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from oomguard._core.errors import MisuseError
-from oomguard._core.system import opened, write_all
 from oomguard._guard import rng_states, set_rng_states
 from oomguard._step import Training
 
@@ -41,7 +38,6 @@ class Sparse(msgspec.Struct, frozen=True, kw_only=True, tag="sparse"):
     """A sparse tensor of the optimizer's state; its indices and values are in the file."""
 
     size: list[int]
-    """The tensor's shape."""
     coalesced: bool
     """Whether each index occurs once. The rounding of the next addition depends on it."""
 
@@ -50,7 +46,9 @@ class Plain(msgspec.Struct, frozen=True, kw_only=True, tag="plain"):
     """An entry of the optimizer's state that is not a tensor."""
 
     value: Any
-    """The value, as JSON can hold it."""
+
+
+Entry = Dense | Sparse | Plain
 
 
 class OptimizerState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,26 +58,17 @@ class OptimizerState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Name of the optimizer's class."""
     groups: list[dict[str, Any]]
     """Learning rate and other numbers of each parameter group."""
-    kept: dict[str, dict[str, Dense | Sparse | Plain]]
+    kept: dict[str, dict[str, Entry]]
     """State of each parameter, by the parameter's name."""
     scaler: dict[str, Any] | None = None
     """State of the loss scaler for fp16; None: there is none."""
 
 
-class Checksum(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Identifies the content of a file."""
-
-    sha256: str
-    """SHA-256 of the bytes, in hexadecimal."""
-    size_bytes: int
-    """Length of the file."""
-
-
-def collect_state(training: Training) -> tuple[OptimizerState, dict[str, Tensor]]:
+def get_state(training: Training) -> tuple[OptimizerState, dict[str, Tensor]]:
     """The state of a training as it is now. The tensors are its own, not copies."""
     tensors = weights(training.model)
     tensors |= {f"random.{name}": state for name, state in rng_states(training.model.device).items()}
-    kept: dict[str, dict[str, Dense | Sparse | Plain]] = {}
+    kept: dict[str, dict[str, Entry]] = {}
     for name, parameter in training.model.named_parameters():
         for key, value in training.optimizer.state.get(parameter, {}).items():
             kept.setdefault(name, {})[key] = _describe(f"optimizer.{name}.{key}", value, tensors)
@@ -96,7 +85,7 @@ def weights(model: torch.nn.Module) -> dict[str, Tensor]:
     return {f"model.{name}": value for name, value in [*model.named_parameters(), *model.named_buffers()]}
 
 
-def _describe(name: str, value: Any, tensors: dict[str, Tensor]) -> Dense | Sparse | Plain:
+def _describe(name: str, value: object, tensors: dict[str, Tensor]) -> Entry:
     """Put a tensor of the optimizer's state among the tensors and return its description."""
     if not isinstance(value, Tensor):
         return Plain(value=value)
@@ -140,7 +129,7 @@ def put_weights(model: torch.nn.Module, file: TensorFile) -> None:
 
 
 def put_state(training: Training, state: OptimizerState, file: TensorFile) -> None:
-    """Give a training the state that `collect_state` returned, bit for bit."""
+    """Give a training the state that `get_state` returned, bit for bit."""
     put_weights(training.model, file)
     optimizer, names = training.optimizer, {p: name for name, p in training.model.named_parameters()}
     optimizer.state.clear()
@@ -166,38 +155,17 @@ def _device_of(training: Training, group: dict[str, Any], parameter: Tensor, key
     PyTorch keeps the step counter on the CPU unless a kernel on the card reads it (torch 2.13, optimizer.py,
     `_process_value_according_to_param_policy`).
     """
-    if key == "step":
-        on_card = group.get("fused") or group.get("capturable")
-        return parameter.device if on_card else torch.device("cpu")
-    return torch.device("cpu") if training.candidate.offload else parameter.device
+    on_card = group.get("fused") or group.get("capturable") if key == "step" else not training.candidate.offload
+    return parameter.device if on_card else torch.device("cpu")
 
 
-def _rebuild(name: str, value: Dense | Sparse | Plain, file: TensorFile, device: torch.device) -> Any:
-    if isinstance(value, Plain):
-        return value.value
-    if isinstance(value, Dense):
+def _rebuild(name: str, entry: Entry, file: TensorFile, device: torch.device) -> object:
+    if isinstance(entry, Plain):
+        return entry.value
+    if isinstance(entry, Dense):
         return file.read(name).to(device, copy=True)
     indices, values = (file.read(f"{name}.{part}").to(device, copy=True) for part in ("indices", "values"))
-    return torch.sparse_coo_tensor(indices, values, value.size, is_coalesced=value.coalesced, check_invariants=False)
-
-
-def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> Checksum:
-    """Write a new file piece by piece. It is on the disk when this returns."""
-    digest, size_bytes = hashlib.sha256(), 0
-    with opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL) as file:
-        for piece in pieces:
-            digest.update(piece)
-            write_all(file, piece)
-            size_bytes += len(piece)
-            del piece  # otherwise it stays in host memory while the next tensor comes from the card
-        os.fsync(file)
-    return Checksum(sha256=digest.hexdigest(), size_bytes=size_bytes)
-
-
-def checksum_of(path: Path) -> Checksum:
-    """The checksum of a file's present content."""
-    with path.open("rb") as file:
-        return Checksum(sha256=hashlib.file_digest(file, "sha256").hexdigest(), size_bytes=file.tell())
+    return torch.sparse_coo_tensor(indices, values, entry.size, is_coalesced=entry.coalesced, check_invariants=False)
 
 
 def file_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:

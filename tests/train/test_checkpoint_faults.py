@@ -14,8 +14,7 @@ from trainings import load_newest, new_training
 
 from oomguard._core.errors import MisuseError
 from oomguard._step import Training
-from oomguard._train.checkpoint import TrainState, load, save
-from oomguard._train.tensors import checksum_of
+from oomguard._train.checkpoint import TrainState, checksum_of, load, save
 
 FILES = ("tensors.safetensors", "facts.json", "checksums.json")
 
