@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 from oomguard._core.errors import MisuseError, check_whole
 from oomguard._core.units import MIB
 from oomguard._data.order import Order, Position
-from oomguard._data.source import Ints, Pair, Source
+from oomguard._data.rows import Source
+from oomguard._data.source import Ints, Pair
 from oomguard._estimate.terms import loader_bytes
 from oomguard._rnn import Microbatch
 from oomguard._rnn.run import IGNORED

@@ -32,8 +32,8 @@ class Pieces(NamedTuple):
 
 
 def whole(borders: Ints) -> Pieces:
-    """All series, each a piece, from the row at which each begins and the row at which the last ends."""
-    return Pieces(borders[:-1], borders[1:], np.arange(len(borders) - 1))
+    """All series that have rows, each a piece, from the row at which each begins and the row at which the last ends."""
+    return Pieces(borders[:-1], borders[1:], np.arange(len(borders) - 1)).take(np.flatnonzero(np.diff(borders)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from csv import Error as CellError
 from csv import reader as read_cells
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,9 +21,10 @@ from numpy.typing import NDArray
 from pyarrow import csv, parquet
 
 from oomguard._core.errors import MisuseError
-from oomguard._data import source, values
+from oomguard._data import values
 from oomguard._data.options import DataOptions
-from oomguard._data.source import Appended, Ints, Mapped, Places, Store, no_data, unreadable
+from oomguard._data.rows import Arrays
+from oomguard._data.source import Appended, Ints, Mapped, cached, fingerprint, group_rows, no_data, unreadable
 from oomguard._spec.spec import Spec
 
 BLOCK_BYTES = 1 << 20
@@ -33,6 +35,9 @@ HEADER_BYTES = 64 << 20
 """Longest header of a CSV: no more than this is read of a file without line ends."""
 BLOCK_ROWS = 1 << 16
 """Rows of a Parquet file that are decoded at a time; a row group is never in memory whole."""
+
+
+Places = tuple[int, ...] | None
 
 
 class Table(NamedTuple):
@@ -58,7 +63,7 @@ class Part(NamedTuple):
     """The range of tokens or classes; None: the columns are numbers."""
 
 
-def open_table(path: Path, kind: str, spec: Spec, options: DataOptions) -> Store:
+def open_table(path: Path, kind: str, spec: Spec, options: DataOptions) -> Arrays:
     """A table as a store. The first time, all of it is read."""
     table = _read_header(path, kind)
     if options.id is not None and options.id not in table.names:
@@ -67,27 +72,29 @@ def open_table(path: Path, kind: str, spec: Spec, options: DataOptions) -> Store
     columns = values.choose_columns(free, spec, options, path)
     parts, places = _layout([free[i] for i in columns.inputs], [free[i] for i in columns.targets], spec)
     settings = {"parts": parts, "id": options.id}
-    home, about = source.cached(path, options.cache, settings, partial(_convert, table, parts, options.id))
+    home, about = cached(path, options.cache, settings, partial(_convert, table, parts, options.id))
     for part in parts:
         refused = options.nan == "error" or (options.nan == "zero" and part.range is not None)
         if refused and part.file in about["nan"]:
             place, value = about["nan"][part.file]
             raise values.wrong_value(place, value, part.range)
-    inputs = Mapped.npy(home / parts[0].file)
-    return Store(
+    inputs = replace(Mapped.npy(home / parts[0].file), columns=places[0])
+    targets = inputs
+    if len(parts) > 1 or places[0] != places[1]:
+        targets = replace(Mapped.npy(home / parts[-1].file), columns=places[1])
+    rows, size_bytes = len(inputs.array), path.stat().st_size
+    return Arrays(
         inputs=inputs,
-        targets=inputs if len(parts) == 1 else Mapped.npy(home / parts[1].file),
+        targets=targets,
+        spec=spec,
+        nan=options.nan,
         borders=np.load(home / "borders.npy"),
         long=options.id is None,
         first_row=table.first_row,
-        ids=None if options.id is None else home / "ids.json",
-        places=None if options.id is None else Mapped.npy(home / "places.npy"),
-        input_columns=places[0],
-        target_columns=places[1],
+        ids=None if options.id is None else home,
         ahead=columns.ahead,
         checked=True,
-        about={"kind": kind, "path": str(path), "bytes": path.stat().st_size, "rows": inputs.count}
-        | {"content": source.fingerprint(path)},
+        about={"kind": kind, "path": str(path), "bytes": size_bytes, "rows": rows, "content": fingerprint(path)},
     )
 
 
@@ -189,7 +196,7 @@ def _convert(table: Table, parts: list[Part], id_column: str | None, home: Path)
     borders = np.array([0, writer.rows], dtype=np.int64)
     if id_column is not None:
         paths = [*(home / part.file for part in parts), home / "places.npy"]
-        borders = source.group_rows(paths, home / "codes.npy", len(writer.series))
+        borders = group_rows(paths, home / "codes.npy", len(writer.series))
         (home / "ids.json").write_text(json.dumps([*writer.series], default=str))
     np.save(home / "borders.npy", borders)
     return {"nan": writer.nan}

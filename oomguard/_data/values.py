@@ -2,8 +2,7 @@
 normalisation to mean 0 and standard deviation 1, by one streaming pass over the training part.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 
 from oomguard._core.errors import MisuseError, nearest
 from oomguard._data.options import DataOptions, Nan
-from oomguard._data.source import Array, Ints, Pair, Source
+from oomguard._data.source import Array, Ints, Pair
 from oomguard._spec.spec import Spec
 
 MISSING = np.iinfo(np.int64).min
@@ -197,6 +196,14 @@ class Normaliser(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     steps: int
     """Time steps that they were computed from."""
 
+    def applied(self, pair: Pair) -> Pair:
+        """A sequence and its targets, normalised."""
+        inputs, targets = pair
+        inputs = ((inputs - np.array(self.mean)) / np.array(self.std)).astype(np.float32)
+        if self.target_mean is not None and self.target_std is not None:
+            targets = ((targets - np.array(self.target_mean)) / np.array(self.target_std)).astype(np.float32)
+        return inputs, targets
+
     def restored(self, outputs: Array) -> Array:
         """Outputs of the model in the units of the data."""
         if self.target_mean is None or self.target_std is None:
@@ -231,46 +238,16 @@ class Moments:
         return tuple(self.mean.tolist()), tuple(std.tolist())
 
 
-def fit_normaliser(source: Source, *, targets: bool = False) -> Normaliser:
-    """The normaliser of a source, whose sequences are read once, one at a time.
+def fit_normaliser(pairs: Iterable[Pair], *, targets: bool) -> Normaliser:
+    """The normaliser of sequences that come one at a time.
 
     Steps of overlapping windows count as often as they are trained on.
     """
     of_inputs, of_targets = Moments(), Moments()
-    for index in range(len(source)):
-        sequence, target = source[index]
+    for sequence, target in pairs:
         of_inputs.add(sequence)
         if targets:
             of_targets.add(target if target.ndim > 1 else target[None])
     mean, std = of_inputs.result()
     target_mean, target_std = of_targets.result() if targets else (None, None)
     return Normaliser(mean=mean, std=std, target_mean=target_mean, target_std=target_std, steps=of_inputs.count)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Normalised:
-    """A source whose numbers are normalised when they are read."""
-
-    source: Source
-    normaliser: Normaliser
-
-    @property
-    def lengths(self) -> Ints:
-        return self.source.lengths
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, index: int) -> Pair:
-        (inputs, targets), normaliser = self.source[index], self.normaliser
-        inputs = _scaled(inputs, normaliser.mean, normaliser.std)
-        if normaliser.target_mean is not None and normaliser.target_std is not None:
-            targets = _scaled(targets, normaliser.target_mean, normaliser.target_std)
-        return inputs, targets
-
-    def describe(self) -> dict[str, Any]:
-        return self.source.describe() | {"normaliser": msgspec.to_builtins(self.normaliser)}
-
-
-def _scaled(block: Array, mean: tuple[float, ...], std: tuple[float, ...]) -> NDArray[np.float32]:
-    return np.asarray((block - np.array(mean)) / np.array(std), dtype=np.float32)

@@ -14,7 +14,7 @@ from oomguard._core.errors import MisuseError
 from oomguard._data.open import check_source, open_data, open_source
 from oomguard._data.options import DataOptions
 from oomguard._data.order import Cuts, whole
-from oomguard._data.source import Source
+from oomguard._data.rows import Source
 from oomguard._data.values import as_numbers
 
 
