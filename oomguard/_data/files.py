@@ -47,35 +47,33 @@ def open_array(data: Path | Array, spec: Spec, options: DataOptions) -> Arrays:
     own_targets = None if options.targets is None else _map_targets(options, spec, mapped)
     has_columns = axes == 2 and not single
     names = [str(number) for number in range(shape[-1] if has_columns else 1)]
-    columns = choose_columns(names, spec, options, path)
-    inputs = replace(mapped, columns=columns.inputs) if has_columns else mapped
+    input_names, target_names, ahead = choose_columns(names, spec, options, path)
+    inputs = replace(mapped, columns=tuple(map(int, input_names))) if has_columns else mapped
     targets = inputs
     if own_targets is not None:
         targets, about["targets"] = own_targets, options.targets
-    elif has_columns and columns.targets != columns.inputs:
-        targets = replace(mapped, columns=columns.targets)
+    elif has_columns and target_names != input_names:
+        targets = replace(mapped, columns=tuple(map(int, target_names)))
     series, steps = (1, shape[0]) if long else shape[:2]
     return Arrays(
         inputs=inputs,
         targets=targets,
-        spec=spec,
-        nan=options.nan,
         borders=np.arange(series + 1) * steps,
         long=long,
-        ahead=columns.ahead,
+        ahead=ahead,
         per_series=not long and own_targets is not None and not own_targets.grouped,
         about=about | {"content": fingerprint(data, *([Path(options.targets)] if options.targets else []))},
     )
 
 
 def map_array(data: Path | Array) -> Mapped:
-    """A `.npy` file, or an array in memory, which may be an `np.memmap`."""
-    if isinstance(data, np.memmap) and _is_whole_file(data):
-        mapped = Mapped(data, str(data.filename))
-    elif isinstance(data, np.ndarray):
-        mapped = Mapped(np.asarray(data), "the array")  # np.asarray: of a map that is not a file's, no page is let go
-    else:
+    """A `.npy` file, or an array in memory, which may be a map of a file."""
+    if not isinstance(data, np.ndarray):
         mapped = _open_npy(data)
+    elif isinstance(data, np.memmap) and _is_whole_file(data):
+        mapped = Mapped(data, str(data.filename))
+    else:
+        mapped = Mapped(np.asarray(data), "the array")  # no longer an np.memmap, whose pages are released
     if mapped.array.dtype.kind not in "fiub":
         raise MisuseError(
             rule="An array must hold numbers",
@@ -153,8 +151,6 @@ def open_text(path: Path, spec: Spec, options: DataOptions) -> Arrays:
     return Arrays(
         inputs=tokens,
         targets=tokens,
-        spec=spec,
-        nan=options.nan,
         borders=np.array([0, len(tokens.array)]),
         long=True,
         ahead=0 if options.inputs_only else 1,

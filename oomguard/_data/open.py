@@ -79,14 +79,13 @@ def open_source(data: Any, spec: Spec, options: DataOptions | None = None) -> So
     """All of the data as one source, neither split nor normalised."""
     options = options or DataOptions()
     store = _open(data, spec, options)
-    return cut_sources(store, options, order.whole(store.borders))[0]
+    return cut_sources(store, spec, options, order.whole(store.borders))[0]
 
 
 def open_data(data: Any, spec: Spec, options: DataOptions | None = None, normaliser: Normaliser | None = None) -> Data:
-    """The data as a source for training and one for validation.
+    """The data as a source for training and one for validation, both normalised as the training part requires.
 
-    A normaliser from a checkpoint is used as it is. Without one, and unless `normalise` is "none", it is fitted in one
-    pass over the training part.
+    A normaliser from a checkpoint is used as it is.
     """
     options = options or DataOptions()
     if options.inputs_only:
@@ -94,7 +93,7 @@ def open_data(data: Any, spec: Spec, options: DataOptions | None = None, normali
             rule="Training needs targets", got="got inputs_only", advice="Leave it out: it is for predictions."
         )
     store = _open(data, spec, options)
-    parts = cut_sources(store, options, *_split(store, options))
+    parts = cut_sources(store, spec, options, *_split(store, spec, options))
     described = [part.describe() for part in parts]
     missing = Missing(*(sum(about.get(name, 0) for about in described) for name in Missing._fields))
     if isinstance(store, Items):
@@ -109,11 +108,9 @@ def open_data(data: Any, spec: Spec, options: DataOptions | None = None, normali
 
 
 def check_data(data: Data) -> None:
-    """Read what was not read yet, so that errors in the data show before training and not after hours of it.
-
-    Fitting a normaliser has read the training part. A Dataset is not read: it may be slow.
-    """
-    for part in [data.validation] if data.normaliser is not None else [data.train, data.validation]:
+    """Read what was not read yet, so that errors in the data show before training and not after hours of it."""
+    fitted = data.normaliser is not None  # which has read the training part
+    for part in (None if fitted else data.train, data.validation):
         if part is not None and not part.store.checked:
             check_source(part)
 
@@ -179,7 +176,7 @@ def _open_file(path: Path, spec: Spec, options: DataOptions) -> Arrays:
         raise unreadable(path, error) from None
 
 
-def _split(store: Arrays | Items, options: DataOptions) -> list[order.Pieces]:
+def _split(store: Arrays | Items, spec: Spec, options: DataOptions) -> list[order.Pieces]:
     """The pieces for training and, if a share is asked for, those for validation."""
     pieces, share, path = order.whole(store.borders), options.validation, store.about["path"]
     if not share:
@@ -196,21 +193,18 @@ def _split(store: Arrays | Items, options: DataOptions) -> list[order.Pieces]:
     if how == "time":
         sides = order.split_by_time(pieces, share)
     elif store.long:
-        sides = order.split_in_blocks(pieces, share, options.seed, least=store.spec.steps + store.ahead)
+        sides = order.split_in_blocks(pieces, share, options.seed, least=spec.steps + store.ahead)
     else:
         chosen, rest = order.chosen_share(len(pieces.starts), share, options.seed)
         sides = (pieces.take(rest), pieces.take(chosen))
     for name, side in zip(("training", "validation"), sides, strict=True):
-        if not (side.stops - side.starts > store.ahead).any():
+        if not (side.steps > store.ahead).any():
             raise no_data(f"the part of {path} for {name}")
     return [*sides]
 
 
 def spec_from_data(fields: dict[str, Any], data: Any, options: DataOptions) -> Spec:
-    """The spec with these fields and the lengths of the data, as a training would cut it.
-
-    Without a `seq` among the fields, it is the length of the longest sequence in the data.
-    """
+    """The spec with these fields (without `seq`: that of the longest sequence) and the lengths of the data."""
     if fields.get("lengths") is not None:
         raise MisuseError(
             rule="The lengths of sequences come from a histogram or from data",
@@ -245,10 +239,7 @@ def histogram(lengths: Ints, counts: Ints, most: int = MAX_LENGTHS) -> dict[int,
 
 
 def read_lengths(path: str | Path) -> dict[int, int]:
-    """The histogram in a file: an array (`.npy`) of lengths, or text with a `length` or `length:count` per line.
-
-    The first line of text may be a header.
-    """
+    """The histogram in a file: a `.npy` array of lengths, or lines of `length` or `length:count` after any header."""
     path = Path(path)
     try:
         lengths, counts = _from_array(path) if path.suffix.lower() == ".npy" else _from_lines(path)
@@ -288,7 +279,7 @@ def _from_lines(path: Path) -> tuple[Ints, Ints]:
     return np.array([*total], dtype=np.int64), np.array([*total.values()], dtype=np.int64)
 
 
-def _not_a_length(path: Path, row: int, value: Any) -> MisuseError:
+def _not_a_length(path: Path, row: int, value: int | str) -> MisuseError:
     return MisuseError(
         rule=f"A length must be a whole number from 1 to {MAX_SEQ:,}, alone or as length:count",
         got=f"{path}, row {row:,} is {shown(value)}",

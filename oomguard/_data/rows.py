@@ -20,7 +20,7 @@ import numpy as np
 
 from oomguard._core.errors import MisuseError
 from oomguard._data.options import DataOptions, Nan
-from oomguard._data.order import Cuts, Pieces
+from oomguard._data.order import ONLY_ONE, Cuts, Pieces
 from oomguard._data.source import Appended, Array, Ints, Mapped, Pair, fingerprint, no_data, writable
 from oomguard._data.values import MISSING, Index, Normaliser, as_values, input_index, target_index, target_width
 from oomguard._spec.spec import Spec
@@ -30,8 +30,6 @@ from oomguard._spec.spec import Spec
 class Store:
     """What is known of all opened data. Rows are the steps of all series."""
 
-    spec: Spec
-    nan: Nan
     borders: Ints
     """The row at which each series begins, and the row at which the last ends."""
     about: dict[str, Any]
@@ -58,20 +56,20 @@ class Arrays(Store):
     ids: Path | None = None
     """Directory with the id of each series and the place of each row in the user's file; None: series have no ids."""
 
-    def pair(self, start: int, steps: int, series: int) -> Pair:
+    def pair(self, spec: Spec, nan: Nan, start: int, steps: int, series: int) -> Pair:
         """A sequence and its targets."""
-        last = self.spec.head == "last-step"
-        inputs = self._read(self.inputs, start, steps, input_index(self.spec))
-        start += self.ahead
-        if self.per_series:
-            start, steps = series, 1
-        elif last:
-            start, steps = start + steps - 1, 1
-        targets = self._read(self.targets, start, steps, target_index(self.spec))
-        return inputs, targets[0] if last else targets
 
-    def _read(self, mapped: Mapped, start: int, steps: int, index: Index | None) -> Array:
-        return as_values(mapped.rows(start, steps), index, self.nan, lambda row, *at: mapped.where(start + row, *at))
+        def read(mapped: Mapped, start: int, steps: int, index: Index | None) -> Array:
+            return as_values(mapped.rows(start, steps), index, nan, lambda row, *at: mapped.where(start + row, *at))
+
+        last, first, count = spec.head == "last-step", start + self.ahead, steps
+        if self.per_series:
+            first, count = series, 1
+        elif last:
+            first, count = first + steps - 1, 1
+        inputs = read(self.inputs, start, steps, input_index(spec))
+        targets = read(self.targets, first, count, target_index(spec))
+        return inputs, targets[0] if last else targets
 
     def nan_rows(self) -> Ints:
         """The rows that have a NaN as input or as target, ascending. The whole file is read once."""
@@ -99,12 +97,12 @@ class Items(Store):
     left_out: dict[str, int]
     """How many items have a NaN ("dropped") or no steps ("short")."""
 
-    def pair(self, start: int, steps: int, series: int) -> Pair:
+    def pair(self, spec: Spec, nan: Nan, start: int, steps: int, series: int) -> Pair:
         """A sequence and its targets."""
-        inputs, targets = _checked_pair(self.spec, self.dataset[series], self.nan, f"item {series:,}")
+        inputs, targets = _checked_pair(spec, self.dataset[series], nan, f"item {series:,}")
         first = start - int(self.borders[series])
         kept = slice(first, first + steps)
-        return inputs[kept], targets if self.spec.head == "last-step" else targets[kept]
+        return inputs[kept], targets if spec.head == "last-step" else targets[kept]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -113,6 +111,8 @@ class Source:
 
     store: Arrays | Items
     cuts: Cuts
+    spec: Spec
+    nan: Nan
     truncated: int
     """Sequences that were cut."""
     short: int
@@ -129,7 +129,7 @@ class Source:
         return len(self.cuts)
 
     def __getitem__(self, index: int) -> Pair:
-        pair = self.store.pair(*self.cuts[range(len(self))[index]])
+        pair = self.store.pair(self.spec, self.nan, *self.cuts[range(len(self))[index]])
         return pair if self.normaliser is None else self.normaliser.applied(pair)
 
     def describe(self) -> dict[str, Any]:
@@ -158,43 +158,38 @@ class Source:
         return ["id", unit], origin
 
 
-def cut_sources(store: Arrays | Items, options: DataOptions, *sides: Pieces) -> list[Source]:
+def cut_sources(store: Arrays | Items, spec: Spec, options: DataOptions, *sides: Pieces) -> list[Source]:
     """The sequences of some pieces of the data, a source for each side of a split."""
     windows = store.long or options.stride is not None
     if not (windows or options.truncate):
-        _check_lengths(store, Pieces(*map(np.concatenate, zip(*sides, strict=True))))
+        _check_lengths(store, spec, Pieces(*map(np.concatenate, zip(*sides, strict=True))))
     if windows and isinstance(store, Arrays) and store.per_series:
         raise MisuseError(
             rule="A series with one target cannot be cut into windows",
             got=f"{store.targets.path} has one target for each series",
             advice="Leave --stride out, or give a target for each step.",
         )
+    stride = options.stride or spec.steps if windows else ONLY_ONE
     nan_rows = store.nan_rows() if options.nan == "drop" and isinstance(store, Arrays) else None
-    return [_cut(store, side, (options.stride or store.spec.steps) if windows else None, nan_rows) for side in sides]
-
-
-def _cut(store: Arrays | Items, pieces: Pieces, stride: int | None, nan_rows: Ints | None) -> Source:
-    """One side: windows, or without a stride one sequence from each piece, cut to the length of the spec."""
-    steps, truncated, spec = pieces.stops - pieces.starts, 0, store.spec
-    if stride is not None:
+    sources = []
+    for pieces in sides:
+        surplus = np.maximum(0, pieces.steps - store.ahead - spec.steps) * (not windows)
+        if spec.head == "last-step":  # the last steps of a sequence that is cut are kept
+            pieces = pieces._replace(starts=pieces.starts + surplus)
         cuts = Cuts(pieces=pieces, ahead=store.ahead, seq=spec.steps, stride=stride)
-    else:
-        surplus = np.maximum(0, steps - store.ahead - spec.steps)
+        if nan_rows is not None:
+            cuts = cuts.without(nan_rows)
+        if not len(cuts):
+            raise no_data(store.about["path"])
         truncated = int(np.count_nonzero(surplus))
-        start, stop = (surplus, 0) if spec.head == "last-step" else (0, surplus)  # what is cut off
-        kept = Pieces(pieces.starts + start, pieces.stops - stop, pieces.series)
-        cuts = Cuts(pieces=kept, ahead=store.ahead)
-    if nan_rows is not None:
-        cuts = cuts.without(nan_rows)
-    if not len(cuts):
-        raise no_data(store.about["path"])
-    short = int(np.count_nonzero((steps > 0) & (steps <= store.ahead)))
-    return Source(store=store, cuts=cuts, truncated=truncated, short=short)
+        short = int(np.count_nonzero((pieces.steps > 0) & (pieces.steps <= store.ahead)))
+        sources.append(Source(store=store, cuts=cuts, spec=spec, nan=options.nan, truncated=truncated, short=short))
+    return sources
 
 
-def _check_lengths(store: Arrays | Items, pieces: Pieces) -> None:
+def _check_lengths(store: Arrays | Items, spec: Spec, pieces: Pieces) -> None:
     """Raise if a piece is longer than the spec says."""
-    steps, most = pieces.stops - pieces.starts - store.ahead, store.spec.steps
+    steps, most = pieces.steps - store.ahead, spec.steps
     over = int(np.count_nonzero(steps > most))
     if not over:
         return
@@ -214,24 +209,21 @@ def open_items(dataset: Any, spec: Spec, options: DataOptions) -> Items:
     name, drop = type(dataset).__name__, options.nan == "drop"
     lengths = None if drop else getattr(dataset, "lengths", None)
     if lengths is None:
-        pairs = (_checked_pair(spec, dataset[i], options.nan, f"item {i:,}") for i in range(len(dataset)))
-        lengths = [0 if drop and _has_nan(pair) else len(pair[0]) for pair in pairs]
-    lengths = np.asarray(lengths, dtype=np.int64)
-    if not (lengths > 0).any():
+        lengths = np.zeros(len(dataset), dtype=np.int64)
+        for number in range(len(dataset)):
+            pair = _checked_pair(spec, dataset[number], options.nan, f"item {number:,}")
+            if not drop or all((np.isfinite(part) & (part != MISSING)).all() for part in pair):
+                lengths[number] = len(pair[0])
+    lengths = np.maximum(0, np.asarray(lengths, dtype=np.int64))
+    if not lengths.any():
         raise no_data(f"the {name}")
     return Items(
         dataset=dataset,
-        left_out={"dropped" if drop else "short": int(np.count_nonzero(lengths <= 0))},
-        spec=spec,
-        nan=options.nan,
-        borders=np.concatenate([[0], np.cumsum(np.maximum(0, lengths))]),
+        left_out={"dropped" if drop else "short": int(np.count_nonzero(lengths == 0))},
+        borders=np.concatenate([[0], np.cumsum(lengths)]),
         checked=True,  # reading it once more may be slow
         about={"kind": "Dataset", "path": name, "items": len(dataset)},
     )
-
-
-def _has_nan(pair: Pair) -> bool:
-    return not all((np.isfinite(part) & (part != MISSING)).all() for part in pair)
 
 
 def _checked_pair(spec: Spec, item: Any, nan: Nan, name: str) -> Pair:
@@ -299,8 +291,6 @@ def spool(pairs: Iterable[Any], spec: Spec, options: DataOptions) -> Arrays:
     return Arrays(
         inputs=inputs,
         targets=targets,
-        spec=spec,
-        nan=options.nan,
         borders=np.cumsum([0, *lengths]),
         per_series=spec.head == "last-step",
         checked=True,

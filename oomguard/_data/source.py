@@ -224,10 +224,9 @@ class Appended(AbstractContextManager["Appended"]):
 
 
 def group_rows(paths: list[Path], codes_path: Path, series: int) -> Ints:
-    """Bring the rows of each series together in `.npy` files, in their order, and return the borders of the series.
+    """Bring the rows of each series together in `.npy` files, in chunks, and return the borders of the series.
 
-    The codes are the number of each row's series, and are removed. Rows are moved in chunks, so that memory holds a few
-    of them, however many there are.
+    The codes are the number of each row's series, and are removed.
     """
     codes = Mapped.npy(codes_path)
     counts, last, in_order = np.zeros(series, dtype=np.int64), 0, True
