@@ -44,7 +44,6 @@ from peak import status_bytes
 from results import print_row, publish
 
 from oomguard._core.units import MIB, format_bytes, parse_bytes
-from oomguard._data.source import let_go
 from oomguard._device.proc import read_status
 from oomguard._estimate import terms
 from oomguard._estimate.breakdown import estimate_step
@@ -97,7 +96,7 @@ def make_step(way: str, path: str) -> Callable[[int, dict[str, Any]], float]:
     torch.manual_seed(0)
     training = prepare(spec_of(TINY_SEQ), Candidate(microbatch=MICROBATCH))
     for call in training.model.calls:
-        call.register_forward_pre_hook(lambda *_: let_go(content))
+        call.register_forward_pre_hook(lambda *_: content.madvise(mmap.MADV_DONTNEED))
 
     def ours(steps: int, knobs: dict[str, Any]) -> float:
         configured = replace(training, candidate=make_candidate(spec_of(steps), **knobs))

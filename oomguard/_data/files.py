@@ -4,8 +4,8 @@ Arrays are N x T x F, or one long series T x F; tokens are N x T, or T. Text is 
 as they are in the file, or characters, converted once.
 """
 
-import math
 import mmap
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from io import TextIOWrapper
@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from oomguard._core.errors import MisuseError, shown
+from oomguard._core.errors import MisuseError, conflict, shown
 from oomguard._data.options import DataOptions
-from oomguard._data.source import Appended, Array, Ints, Mapped, Store, cached, fingerprint, no_data, unreadable
+from oomguard._data.rows import Arrays
+from oomguard._data.source import Appended, Array, Ints, Mapped, cached, fingerprint, no_data, unreadable
 from oomguard._data.values import choose_columns, forecasts, target_width
 from oomguard._spec.spec import Spec
 
@@ -26,57 +27,57 @@ BYTE_TOKENS = 256
 """Size of the vocabulary if tokens are bytes."""
 
 
-def open_array(data: Path | Array, spec: Spec, options: DataOptions) -> Store:
+def open_array(data: Path | Array, spec: Spec, options: DataOptions) -> Arrays:
     """An array as a store."""
-    inputs = map_array(data)
-    size_bytes = int(inputs.dtype.itemsize) * math.prod(inputs.shape)
-    about = {"kind": "npy", "path": inputs.path, "shape": list(inputs.shape), "bytes": size_bytes}
+    mapped = map_array(data)
+    shape, path = mapped.array.shape, mapped.path
     axes = 1 if spec.vocab is not None else 2
-    single = len(inputs.shape) == 1 and spec.features == 1  # one number per step
-    if len(inputs.shape) not in (axes, axes + 1) and not single:
+    single = len(shape) == 1 and spec.features == 1  # one number per step
+    if len(shape) not in (axes, axes + 1) and not single:
         raise MisuseError(
             rule=f"An array must be {'N x T x F, or T x F' if axes == 2 else 'N x T, or T'}, N series of T steps",
-            got=f"{inputs.path} is {' x '.join(map(str, inputs.shape)) or 'a single number'}",
+            got=f"{path} is {' x '.join(map(str, shape)) or 'a single number'}",
             advice="Reshape it, or check --features and --vocab.",
         )
-    if 0 in inputs.shape:
-        raise no_data(inputs.path)
-    long = single or len(inputs.shape) == axes
-    inputs = inputs if long else replace(inputs, group=inputs.shape[1])
-    series, steps = (1, inputs.shape[0]) if long else inputs.shape[:2]
+    if 0 in shape:
+        raise no_data(path)
+    long = single or len(shape) == axes
+    mapped = replace(mapped, grouped=not long)
+    about = {"kind": "npy", "path": path, "shape": list(shape), "bytes": mapped.array.nbytes}
+    own_targets = None if options.targets is None else _map_targets(options, spec, mapped)
     has_columns = axes == 2 and not single
-    names = [str(number) for number in range(inputs.shape[-1] if has_columns else 1)]
-    targets, per_series, files = inputs, False, [data]
-    if options.targets is not None:
-        targets, per_series = _map_targets(options, spec, inputs, long=long)
-        about["targets"] = options.targets
-        files.append(Path(options.targets))
-    columns = choose_columns(names, spec, options, inputs.path)
-    return Store(
+    names = [str(number) for number in range(shape[-1] if has_columns else 1)]
+    input_names, target_names, ahead = choose_columns(names, spec, options, path)
+    inputs = replace(mapped, columns=tuple(map(int, input_names))) if has_columns else mapped
+    targets = inputs
+    if own_targets is not None:
+        targets, about["targets"] = own_targets, options.targets
+    elif has_columns and target_names != input_names:
+        targets = replace(mapped, columns=tuple(map(int, target_names)))
+    series, steps = (1, shape[0]) if long else shape[:2]
+    return Arrays(
         inputs=inputs,
         targets=targets,
-        borders=np.arange(series + 1, dtype=np.int64) * steps,
+        borders=np.arange(series + 1) * steps,
         long=long,
-        input_columns=columns.inputs if has_columns else None,
-        target_columns=columns.targets if has_columns and options.targets is None else None,
-        ahead=columns.ahead,
-        per_series=per_series,
-        about=about | {"content": fingerprint(*files)},
+        ahead=ahead,
+        per_series=not long and own_targets is not None and not own_targets.grouped,
+        about=about | {"content": fingerprint(data, *([Path(options.targets)] if options.targets else []))},
     )
 
 
 def map_array(data: Path | Array) -> Mapped:
-    """A `.npy` file, or an array in memory; an `np.memmap` as its file, since what is read of it stays resident."""
-    if isinstance(data, np.memmap) and _is_whole_file(data):
-        mapped = Mapped.of(data)
-    elif isinstance(data, np.ndarray):
-        mapped = Mapped("the array", data.dtype, data.shape, held=data)
-    else:
+    """A `.npy` file, or an array in memory, which may be a map of a file."""
+    if not isinstance(data, np.ndarray):
         mapped = _open_npy(data)
-    if mapped.dtype.kind not in "fiub":
+    elif isinstance(data, np.memmap) and _is_whole_file(data):
+        mapped = Mapped(data, str(data.filename))
+    else:
+        mapped = Mapped(np.asarray(data), "the array")  # no longer an np.memmap, whose pages are released
+    if mapped.array.dtype.kind not in "fiub":
         raise MisuseError(
             rule="An array must hold numbers",
-            got=f"{mapped.path} holds {mapped.dtype}",
+            got=f"{mapped.path} holds {mapped.array.dtype}",
             advice="Save it as float32, or int64 for tokens.",
         )
     return mapped
@@ -84,57 +85,52 @@ def map_array(data: Path | Array) -> Mapped:
 
 def _is_whole_file(data: "np.memmap[Any, Any]") -> bool:
     """Whether a map is that of a whole file that is there; not a slice, nor mode "c", whose changes are in no file."""
-    base: Any = data.base  # of a slice, the array it is a slice of
-    if not isinstance(base, mmap.mmap) or data.mode == "c":
-        return False
-    return data.filename is not None and Path(data.filename).is_file()
+    base: object = data.base  # of a slice, the array it is a slice of
+    return isinstance(base, mmap.mmap) and data.mode != "c" and Path(data.filename or "").is_file()
 
 
 def _open_npy(path: Path) -> Mapped:
     try:
         with path.open("rb") as file:
             start = file.read(len(np.lib.format.MAGIC_PREFIX))
-        mapped = Mapped.npy(path) if start == np.lib.format.MAGIC_PREFIX else None
+        if start == np.lib.format.MAGIC_PREFIX:
+            return Mapped.npy(path)
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from None
     if not start:
         raise no_data(path)
-    if mapped is None:
-        raise MisuseError(
-            rule="A .npy file is one that np.save has written",
-            got=f"{path} does not begin like one",
-            advice="Save it with np.save, or give its --format.",
-        )
-    return mapped
+    raise MisuseError(
+        rule="A .npy file is one that np.save has written",
+        got=f"{path} does not begin like one",
+        advice="Save it with np.save, or give its --format.",
+    )
 
 
-def _map_targets(options: DataOptions, spec: Spec, inputs: Mapped, *, long: bool) -> tuple[Mapped, bool]:
-    """The targets in a file of their own, and whether there is one for each series instead of for each step."""
+def _map_targets(options: DataOptions, spec: Spec, inputs: Mapped) -> Mapped:
+    """The targets in a file of their own, for each step or for each series."""
     if options.target is not None:
-        raise MisuseError(
-            rule="Targets are columns or a file of their own",
-            got=f"got --target {','.join(options.target)} and --targets {options.targets}",
-            advice="Leave one of the two out.",
-        )
+        first = f"--target {','.join(options.target)}"
+        raise conflict("Targets are columns or a file of their own", first, f"--targets {options.targets}")
     targets, width = map_array(Path(str(options.targets))), target_width(spec)
-    lead = inputs.shape[:1] if long else inputs.shape[:2]
-    shapes = [targets.shape, (*targets.shape, 1)]  # a single number needs no axis
-    may_be_per_series = not long and spec.head == "last-step"
+    lead = inputs.array.shape[: 1 + inputs.grouped]
+    shape = targets.array.shape
+    shapes = [shape, (*shape, 1)]  # a single number needs no axis
+    may_be_per_series = inputs.grouped and spec.head == "last-step"
     if may_be_per_series and (lead[0], width) in shapes:
-        return targets, True
+        return targets
     if (*lead, width) in shapes:
-        return targets if long else replace(targets, group=targets.shape[1]), False
+        return replace(targets, grouped=inputs.grouped)
     wanted = " x ".join(map(str, (*lead, width)))
     if may_be_per_series:
         wanted += f" (or {lead[0]} x {width}, one for each series)"
     raise MisuseError(
         rule=f"The targets of {inputs.path} must be {wanted}",
-        got=f"{targets.path} is {' x '.join(map(str, targets.shape))}",
+        got=f"{targets.path} is {' x '.join(map(str, shape))}",
         advice="Check --targets, --outputs and --head.",
     )
 
 
-def open_text(path: Path, spec: Spec, options: DataOptions) -> Store:
+def open_text(path: Path, spec: Spec, options: DataOptions) -> Arrays:
     """A text as one long series of tokens; the target of each token is the next one."""
     if spec.vocab is None or not forecasts(spec):
         raise MisuseError(
@@ -147,16 +143,15 @@ def open_text(path: Path, spec: Spec, options: DataOptions) -> Store:
         raise no_data(path)
     about = {"kind": "text", "path": str(path), "bytes": size_bytes, "content": fingerprint(path)}
     if options.characters:
-        tokens, vocabulary = _characters(path, spec.vocab, options)
-        about |= {"vocabulary": vocabulary}
+        tokens, about["vocabulary"] = _characters(path, spec.vocab, options)
     elif options.vocabulary is not None:
         raise MisuseError(rule="A vocabulary is for characters", got="tokens are bytes", advice="Add --characters.")
     else:
-        tokens = Mapped(str(path), np.dtype(np.uint8), (size_bytes,), unit="byte")
-    return Store(
+        tokens = Mapped(np.memmap(path, np.uint8, "r"), str(path), unit="byte")
+    return Arrays(
         inputs=tokens,
         targets=tokens,
-        borders=np.array([0, tokens.count], dtype=np.int64),
+        borders=np.array([0, len(tokens.array)]),
         long=True,
         ahead=0 if options.inputs_only else 1,
         checked=options.characters or spec.vocab >= BYTE_TOKENS,  # then every byte is a token
@@ -167,14 +162,9 @@ def open_text(path: Path, spec: Spec, options: DataOptions) -> Store:
 def _characters(path: Path, vocab: int, options: DataOptions) -> tuple[Mapped, str]:
     """The file's characters as tokens, from the cache, and the vocabulary."""
 
-    def convert(home: Path) -> dict[str, Any]:
-        letters: set[str] = set()
-        for text in () if options.vocabulary else _chunks(path):
-            letters.update(text)
-        vocabulary = options.vocabulary or "".join(sorted(letters))
-        size = len(vocabulary)
-        dtype = np.uint8 if size <= 1 << 8 else np.uint16 if size <= 1 << 16 else np.int32
-        with Appended(home / "tokens.npy", index=dtype) as array:
+    def convert(home: Path) -> dict[str, str]:
+        vocabulary = options.vocabulary or "".join(sorted(set().union(*_chunks(path))))
+        with Appended(home / "tokens.npy", index=np.min_scalar_type(len(vocabulary) - 1)) as array:
             for text in _chunks(path):
                 array.append(_tokens(text, vocabulary, (path, array.rows), trained=options.inputs_only))
         return {"vocabulary": vocabulary}
@@ -205,9 +195,10 @@ def _chunks(path: Path) -> Iterator[str]:
 def _tokens(text: str, vocabulary: str, place: tuple[Path, int], *, trained: bool) -> Ints:
     """The place of each character in the vocabulary; `place` is the file and the number of characters before."""
     known, codes = (np.frombuffer(part.encode("utf-32-le"), dtype=np.uint32) for part in (vocabulary, text))
-    order = np.argsort(known)
-    places = np.minimum(np.searchsorted(known[order], codes), len(known) - 1)
-    unknown = known[order][places] != codes
+    token_of = np.full(sys.maxunicode + 1, -1)
+    token_of[known] = np.arange(len(known))
+    tokens = token_of[codes]
+    unknown = tokens < 0
     if unknown.any():
         first = int(unknown.argmax())
         advice = "Add it to --vocabulary, or take it out of the file."
@@ -216,4 +207,4 @@ def _tokens(text: str, vocabulary: str, place: tuple[Path, int], *, trained: boo
             got=f"{place[0]}, character {place[1] + first:,} is {shown(text[first])}",
             advice="Take it out of the file: the model was trained without it." if trained else advice,
         )
-    return order[places]
+    return tokens

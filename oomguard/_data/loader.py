@@ -3,7 +3,8 @@
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import tee
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 from oomguard._core.errors import MisuseError, check_whole
 from oomguard._core.units import MIB
 from oomguard._data.order import Order, Position
-from oomguard._data.source import Ints, Pair, Source
+from oomguard._data.rows import Source
+from oomguard._data.source import Ints, Pair
 from oomguard._estimate.terms import loader_bytes
 from oomguard._rnn import Microbatch
 from oomguard._rnn.run import IGNORED
@@ -32,27 +34,22 @@ LOST_WORKER = "DataLoader worker (pid"
 
 
 def collate(spec: Spec, pairs: Iterable[Pair], lengths: Ints) -> Microbatch:
-    """Sequences as one microbatch, padded to the longest. They may come one by one: none is kept.
+    """Sequences as one microbatch, padded to the longest with 0, and classes with `IGNORED`. None of them is kept.
 
-    Padding is 0 in inputs and in numeric targets, and `IGNORED` in classes. The microbatch has lengths only if there is
-    padding or if the kernels read packed sequences.
+    The microbatch has lengths only if there is padding or if the kernels read packed sequences.
     """
     rows, steps, per_step = len(lengths), int(lengths.max()), spec.head == "per-step"
     grid = (rows, steps) if spec.batch_first else (steps, rows)
-    if spec.vocab is None:
-        inputs = torch.zeros(*grid, spec.inputs, dtype=torch.float32)
-    else:
-        inputs = torch.zeros(grid, dtype=torch.int64)
+    shape, dtype = ((*grid, spec.inputs), torch.float32) if spec.vocab is None else (grid, torch.int64)
+    inputs = torch.zeros(shape, dtype=dtype)
     places = grid if per_step else (rows,)
     if spec.loss == "cross-entropy":
         targets = torch.full(places, IGNORED, dtype=torch.int64)
     else:
         targets = torch.zeros(*places, spec.classes, dtype=torch.float32)
     # views with one sequence per row, whatever the layout in memory
-    input_rows, target_rows = inputs.numpy(), targets.numpy()
-    if not spec.batch_first:
-        input_rows = input_rows.swapaxes(0, 1)
-        target_rows = target_rows.swapaxes(0, 1) if per_step else target_rows
+    input_rows = (inputs if spec.batch_first else inputs.transpose(0, 1)).numpy()
+    target_rows = (targets.transpose(0, 1) if per_step and not spec.batch_first else targets).numpy()
     for row, (sequence, target) in enumerate(pairs):
         input_rows[row, : len(sequence)] = sequence
         target_rows[(row, slice(len(target))) if per_step else row] = target
@@ -68,14 +65,13 @@ def read_microbatch(source: Source, spec: Spec, sequences: Ints) -> Microbatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
-    """The sequences of one optimizer step. Its microbatches can be asked for more than once."""
+    """The sequences of one optimizer step, by their numbers. Its microbatches can be asked for more than once."""
 
     position: Position
     """Where training is before this batch."""
     sequences: Ints
-    """Numbers of the sequences in the source."""
-    loader: "Loader" = field(repr=False)
-    stream: "_Stream | None" = field(default=None, repr=False)
+    loader: "Loader"
+    stream: "_Stream | None"
 
     @property
     def steps(self) -> int:
@@ -95,10 +91,8 @@ class Batch:
     @property
     def after(self) -> Position:
         """Where training is once this batch is done; the end of an epoch is the start of the next."""
-        done = self.position.done + 1
-        if done < len(self.loader):
-            return Position(epoch=self.position.epoch, done=done)
-        return Position(epoch=self.position.epoch + 1)
+        epoch, done = divmod(self.position.done + 1, len(self.loader))
+        return Position(epoch=self.position.epoch + epoch, done=done)
 
     def microbatches(self) -> Iterator[Microbatch]:
         """The microbatches, each made when it is asked for. What workers have prepared is used the first time."""
@@ -106,13 +100,9 @@ class Batch:
         yield from map(self.loader.read, parts) if self.stream is None else self.stream.take(self.position.done, parts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Loader:
-    """Batches of a source, in an order that (seed, epoch) fixes.
-
-    `dataclasses.replace` gives the same loader with other buckets or workers. Buckets that differ in their microbatches
-    alone give the same batches.
-    """
+    """Batches of a source, in an order that (seed, epoch) fixes. Microbatches and workers do not change them."""
 
     source: Source
     spec: Spec
@@ -125,15 +115,17 @@ class Loader:
     """Microbatches that each worker prepares ahead."""
     pinned: bool = False
     """Whether microbatches are in page-locked memory, from which a CUDA card reads directly."""
-    order: Order = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_whole("workers", self.workers, 0, 128, optional=False)
         check_whole("prefetch", self.prefetch, 1, 32, optional=False)
-        lengths = self.source.lengths
-        assert lengths.max(initial=0) <= self.spec.steps, "the source was cut for a spec with longer sequences"
-        order = Order(lengths=lengths, buckets=self.buckets, batch=self.spec.batch, seed=self.seed)
-        object.__setattr__(self, "order", order)
+        longest = self.order.lengths.max(initial=0)
+        assert longest <= self.spec.steps, "the source was cut for a spec with longer sequences"
+
+    @cached_property
+    def order(self) -> Order:
+        """Which sequences each batch has."""
+        return Order(lengths=self.source.lengths, buckets=self.buckets, batch=self.spec.batch, seed=self.seed)
 
     def __len__(self) -> int:
         """Batches of an epoch; the last may be smaller."""
@@ -163,10 +155,7 @@ Answer = tuple[int, Microbatch | MisuseError]
 
 
 class _Reader(Dataset[Answer]):
-    """What a worker holds: the source and the spec, no data.
-
-    It returns errors instead of raising them, since PyTorch would turn them into RuntimeErrors.
-    """
+    """Reads microbatches in a worker. Errors are returned, since PyTorch would turn them into RuntimeErrors."""
 
     def __init__(self, source: Source, spec: Spec) -> None:
         self.source, self.spec = source, spec
@@ -183,8 +172,8 @@ class _Stream:
     """The microbatches of the coming batches, prepared in order by workers that live as long as the epoch.
 
     The kernel may kill a worker to free memory. PyTorch handles SIGCHLD by raising an error in whatever code is running
-    then, be it an update of the weights. So its handler is off while the workers run: the loss is noticed within
-    seconds where a microbatch is waited for, and this process reads what is missing.
+    then, be it an update of the weights. So its handler is off while the workers run: the loss is noticed where a
+    microbatch is waited for, and this process reads what is missing.
     """
 
     def __init__(self, loader: Loader, batches: Iterator[tuple[int, Ints]]) -> None:
@@ -207,9 +196,10 @@ class _Stream:
         """The microbatches of a batch, read here if it was begun before. Those of earlier batches are thrown away."""
         prepared, self.last = self.answers is not None and number > self.last, max(number, self.last)
         for part in parts:  # no variable for the result: it would keep the tensor while the next is waited for
-            yield self._next(number, part) if prepared else self.loader.read(part)
+            yield (self._next(number) if prepared else None) or self.loader.read(part)
 
-    def _next(self, number: int, part: Ints) -> Microbatch:
+    def _next(self, number: int) -> Microbatch | None:
+        """The next microbatch of a batch; None: a worker was lost."""
         try:
             for batch_number, answer in () if self.answers is None else self.answers:
                 if batch_number != number:
@@ -224,7 +214,7 @@ class _Stream:
             self.lost = str(error).strip().partition("\n")[0] or type(error).__name__
         assert self.lost is not None, f"the workers have ended before batch {number}"
         self.close()  # after the except block, whose traceback still held the workers
-        return self.loader.read(part)
+        return None
 
     def close(self) -> None:
         """End the workers."""
@@ -245,8 +235,7 @@ def size_loader(
 ) -> tuple[int, int]:
     """How many workers, and how many microbatches each prepares ahead, fit into `free_bytes` of shared host memory.
 
-    At most one worker for each core but the one that trains, and at most `MAX_WORKERS`; 0 without room for one.
-    Prefetching less is tried before fewer workers.
+    One core is left for the training. Prefetching less is tried before fewer workers.
     """
     for workers in range(min(MAX_WORKERS, cores - 1), 0, -1):
         with_workers = msgspec.structs.replace(candidate, workers=workers)

@@ -18,9 +18,9 @@ from oomguard._core.system import run_elsewhere
 from oomguard._data import order
 from oomguard._data.files import map_array, open_array, open_text
 from oomguard._data.options import DataOptions, Format, check_used
-from oomguard._data.rows import Items, Rows, as_array, check_pieces, cut_rows, find_nan_rows, open_items, spool
-from oomguard._data.source import Ints, Source, Store, no_data, unreadable
-from oomguard._data.values import Normalised, Normaliser, fit_normaliser
+from oomguard._data.rows import Arrays, Items, Source, as_array, cut_sources, open_items, spool
+from oomguard._data.source import Ints, no_data, unreadable
+from oomguard._data.values import Normaliser, fit_normaliser
 from oomguard._spec.read import make_spec
 from oomguard._spec.spec import MAX_SEQ, Spec, longest_seq
 
@@ -78,43 +78,41 @@ class Data:
 def open_source(data: Any, spec: Spec, options: DataOptions | None = None) -> Source:
     """All of the data as one source, neither split nor normalised."""
     options = options or DataOptions()
-    opened = _open(data, spec, options)
-    return opened if isinstance(opened, Items) else cut_rows(opened, spec, options)
+    store = _open(data, spec, options)
+    return cut_sources(store, spec, options, order.whole(store.borders))[0]
 
 
 def open_data(data: Any, spec: Spec, options: DataOptions | None = None, normaliser: Normaliser | None = None) -> Data:
-    """The data as a source for training and one for validation.
+    """The data as a source for training and one for validation, both normalised as the training part requires.
 
-    A normaliser from a checkpoint is used as it is. Without one, and unless `normalise` is "none", it is fitted in one
-    pass over the training part.
+    A normaliser from a checkpoint is used as it is.
     """
     options = options or DataOptions()
     if options.inputs_only:
         raise MisuseError(
             rule="Training needs targets", got="got inputs_only", advice="Leave it out: it is for predictions."
         )
-    opened = _open(data, spec, options)
-    train, validation = _split_items(opened) if isinstance(opened, Items) else _split_rows(opened, spec, options)
-    parts = [opened] if isinstance(opened, Items) else [train, validation]
-    described = [part.describe() for part in parts if part is not None]
+    store = _open(data, spec, options)
+    parts = cut_sources(store, spec, options, *_split(store, spec, options))
+    described = [part.describe() for part in parts]
     missing = Missing(*(sum(about.get(name, 0) for about in described) for name in Missing._fields))
+    if isinstance(store, Items):
+        missing = missing._replace(**store.left_out)
     if spec.vocab is not None or options.normalise == "none":
-        return Data(train=train, validation=validation, normaliser=None, missing=missing)
-    if normaliser is None:
-        normaliser = fit_normaliser(train, targets=options.normalise == "both" and spec.loss == "mse")
-    scaled = None if validation is None else Normalised(validation, normaliser)
-    return Data(train=Normalised(train, normaliser), validation=scaled, normaliser=normaliser, missing=missing)
+        normaliser = None
+    elif normaliser is None:
+        pairs = (parts[0][index] for index in range(len(parts[0])))
+        normaliser = fit_normaliser(pairs, targets=options.normalise == "both" and spec.loss == "mse")
+    train, *validation = (replace(part, normaliser=normaliser) for part in parts)
+    return Data(train=train, validation=next(iter(validation), None), normaliser=normaliser, missing=missing)
 
 
 def check_data(data: Data) -> None:
-    """Read what was not read yet, so that errors in the data show before training and not after hours of it.
-
-    Fitting a normaliser has read the training part. A Dataset is not read: it may be slow.
-    """
-    for part in [data.validation] if data.normaliser is not None else [data.train, data.validation]:
-        source = part.source if isinstance(part, Normalised) else part
-        if isinstance(source, Rows) and not source.store.checked:
-            check_source(source)
+    """Read what was not read yet, so that errors in the data show before training and not after hours of it."""
+    fitted = data.normaliser is not None  # which has read the training part
+    for part in (None if fitted else data.train, data.validation):
+        if part is not None and not part.store.checked:
+            check_source(part)
 
 
 def check_source(source: Source) -> int:
@@ -122,16 +120,10 @@ def check_source(source: Source) -> int:
     return sum(len(source[index][0]) for index in range(len(source)))
 
 
-def _open(data: Any, spec: Spec, options: DataOptions) -> Store | Items:
-    """Any kind of data, not yet cut into sequences; searched for NaN if sequences with one are to be dropped."""
-    opener = _open_file if isinstance(data, str | Path) else _open_object
-    opened = opener(data, spec, options)
-    if isinstance(opened, Items) or options.nan != "drop":
-        return opened
-    return replace(opened, nan_rows=find_nan_rows(opened))
-
-
-def _open_object(data: Any, spec: Spec, options: DataOptions) -> Store | Items:
+def _open(data: Any, spec: Spec, options: DataOptions) -> Arrays | Items:
+    """Any kind of data, not yet cut into sequences."""
+    if isinstance(data, str | Path):
+        return _open_file(Path(data), spec, options)
     if isinstance(data, np.ndarray):
         check_used("npy", options)
         return open_array(data, spec, options)
@@ -139,7 +131,7 @@ def _open_object(data: Any, spec: Spec, options: DataOptions) -> Store | Items:
     from torch.utils.data import IterableDataset
 
     if isinstance(data, Tensor):
-        return _open_object(as_array(data), spec, options)
+        return _open(as_array(data), spec, options)
     if isinstance(data, Mapping) or (hasattr(data, "columns") and hasattr(data, "dtypes")):  # without items 0, 1, ...
         raise MisuseError(
             rule="A table is read from a file, so that it need not be in memory",
@@ -159,8 +151,7 @@ def _open_object(data: Any, spec: Spec, options: DataOptions) -> Store | Items:
     return spool(data, spec, options)
 
 
-def _open_file(data: str | Path, spec: Spec, options: DataOptions) -> Store:
-    path = Path(data)
+def _open_file(path: Path, spec: Spec, options: DataOptions) -> Arrays:
     if not path.is_file():
         why = "it is a directory" if path.is_dir() else "there is no such file"
         raise unreadable(path, FileNotFoundError(2, why))
@@ -176,7 +167,7 @@ def _open_file(data: str | Path, spec: Spec, options: DataOptions) -> Store:
         if kind in ("npy", "text"):
             return (open_array if kind == "npy" else open_text)(path, spec, options)
         if "pyarrow" not in sys.modules:  # in a child process: reading would take 70 MiB from the training
-            store: Store = run_elsewhere("oomguard._data.tables", "open_table", path, kind, spec, options)
+            store: Arrays = run_elsewhere("oomguard._data.tables", "open_table", path, kind, spec, options)
             return store
         from oomguard._data.tables import open_table
 
@@ -185,12 +176,14 @@ def _open_file(data: str | Path, spec: Spec, options: DataOptions) -> Store:
         raise unreadable(path, error) from None
 
 
-def _split_rows(store: Store, spec: Spec, options: DataOptions) -> tuple[Source, Source | None]:
-    """Training and validation. Each piece of a series goes to one of them, and sequences are cut within pieces."""
+def _split(store: Arrays | Items, spec: Spec, options: DataOptions) -> list[order.Pieces]:
+    """The pieces for training and, if a share is asked for, those for validation."""
     pieces, share, path = order.whole(store.borders), options.validation, store.about["path"]
     if not share:
-        return cut_rows(store, spec, options, pieces), None
+        return [pieces]
     how = options.split or ("time" if store.long else "series")
+    if how == "time" and isinstance(store, Items):
+        raise MisuseError(rule="A Dataset is split by its items", got="got --split time", advice="Use --split series.")
     if how == "time" and store.per_series:
         raise MisuseError(
             rule="Series with one target each cannot be split by time",
@@ -204,28 +197,14 @@ def _split_rows(store: Store, spec: Spec, options: DataOptions) -> tuple[Source,
     else:
         chosen, rest = order.chosen_share(len(pieces.starts), share, options.seed)
         sides = (pieces.take(rest), pieces.take(chosen))
-    check_pieces(store, order.Pieces(*map(np.concatenate, zip(*sides, strict=True))), spec, options)
     for name, side in zip(("training", "validation"), sides, strict=True):
-        if not (side.stops - side.starts > store.ahead).any():
+        if not (side.steps > store.ahead).any():
             raise no_data(f"the part of {path} for {name}")
-    return cut_rows(store, spec, options, sides[0]), cut_rows(store, spec, options, sides[1])
-
-
-def _split_items(items: Items) -> tuple[Source, Source | None]:
-    options = items.options
-    if not options.validation:
-        return items, None
-    if options.split == "time":
-        raise MisuseError(rule="A Dataset is split by its items", got="got --split time", advice="Use --split series.")
-    chosen, rest = order.chosen_share(len(items), options.validation, options.seed)
-    return items.part(rest), items.part(chosen)
+    return [*sides]
 
 
 def spec_from_data(fields: dict[str, Any], data: Any, options: DataOptions) -> Spec:
-    """The spec with these fields and the lengths of the data, as a training would cut it.
-
-    Without a `seq` among the fields, it is the length of the longest sequence in the data.
-    """
+    """The spec with these fields (without `seq`: that of the longest sequence) and the lengths of the data."""
     if fields.get("lengths") is not None:
         raise MisuseError(
             rule="The lengths of sequences come from a histogram or from data",
@@ -237,7 +216,7 @@ def spec_from_data(fields: dict[str, Any], data: Any, options: DataOptions) -> S
     if seq is None:
         spec = msgspec.structs.replace(spec, seq=longest_seq(spec))
     source = open_source(data, spec, options)
-    if seq is None and isinstance(source, Rows) and (source.store.long or options.stride is not None):
+    if seq is None and (source.store.long or options.stride is not None):
         raise MisuseError(
             rule="One long series is cut into windows of --seq steps",
             got="there is no --seq",
@@ -260,10 +239,7 @@ def histogram(lengths: Ints, counts: Ints, most: int = MAX_LENGTHS) -> dict[int,
 
 
 def read_lengths(path: str | Path) -> dict[int, int]:
-    """The histogram in a file: an array (`.npy`) of lengths, or text with a `length` or `length:count` per line.
-
-    The first line of text may be a header.
-    """
+    """The histogram in a file: a `.npy` array of lengths, or lines of `length` or `length:count` after any header."""
     path = Path(path)
     try:
         lengths, counts = _from_array(path) if path.suffix.lower() == ".npy" else _from_lines(path)
@@ -303,7 +279,7 @@ def _from_lines(path: Path) -> tuple[Ints, Ints]:
     return np.array([*total], dtype=np.int64), np.array([*total.values()], dtype=np.int64)
 
 
-def _not_a_length(path: Path, row: int, value: Any) -> MisuseError:
+def _not_a_length(path: Path, row: int, value: int | str) -> MisuseError:
     return MisuseError(
         rule=f"A length must be a whole number from 1 to {MAX_SEQ:,}, alone or as length:count",
         got=f"{path}, row {row:,} is {shown(value)}",

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from oomguard._core.errors import Bounds, MisuseError, check_fields, flag, shown
+from oomguard._core.errors import Bounds, MisuseError, check_fields, flag, wrong
 from oomguard._spec.spec import MAX_SEQ
 
 Format = Literal["npy", "csv", "parquet", "text"]
@@ -66,16 +66,21 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def __post_init__(self) -> None:
         check_fields(self)
         for name in ("columns", "target"):
-            if getattr(self, name) is not None:  # a list becomes a tuple, as it comes back from JSON
-                msgspec.structs.force_setattr(self, name, _names(name, getattr(self, name)))
+            if (value := getattr(self, name)) is None:
+                continue
+            names = tuple(value) if isinstance(value, tuple | list) else ()
+            if not names or not all(isinstance(n, str) for n in names) or len({*names}) < len(names):
+                advice = 'Write it as ("open", "close"), and columns of an array as ("0", "3").'
+                raise wrong(name, "a list of different columns", value, advice)
+            msgspec.structs.force_setattr(self, name, names)  # a list becomes a tuple, as it comes back from JSON
         for name in ("id", "targets", "cache", "vocabulary"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value):
-                raise _wrong(name, "text", value, f"Leave {flag(name)} out.")
+                raise wrong(name, "text", value, f"Leave {flag(name)} out.")
         share = self.validation
         if not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share < 1:
-            advice = "Give --validation a number such as 0.1."
-            raise _wrong("validation", "a share from 0 up to, not including, 1", share, advice)
+            form = "a share from 0 up to, not including, 1"
+            raise wrong("validation", form, share, "Give --validation a number such as 0.1.")
         twice = [letter for letter, count in Counter(self.vocabulary or "").items() if count > 1]
         if twice:
             raise MisuseError(
@@ -106,15 +111,3 @@ def check_used(kind: str, options: DataOptions) -> None:
                 got=f"this data is {kind}",
                 advice=f"Leave {flag(name)} out, or give the data in that form.",
             )
-
-
-def _names(name: str, value: object) -> tuple[str, ...]:
-    names = tuple(value) if isinstance(value, tuple | list) else ()
-    if not names or not all(isinstance(n, str) for n in names) or len({*names}) < len(names):
-        advice = 'Write it as ("open", "close"), and columns of an array as ("0", "3").'
-        raise _wrong(name, "a list of different columns", value, advice)
-    return names
-
-
-def _wrong(name: str, wanted: str, value: object, advice: str) -> MisuseError:
-    return MisuseError(rule=f"{flag(name)} must be {wanted}", got=f"got {shown(value)}", advice=advice)

@@ -5,7 +5,8 @@ sequences are cut within pieces only, so that no row is on both sides.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -17,6 +18,8 @@ from oomguard._spec.spec import MAX_SEQ
 
 MAX_BLOCKS = 100
 """Blocks that one long series is split into at most: enough for a share of 1 %."""
+ONLY_ONE = 1 << 62
+"""A stride beyond the end of every piece."""
 
 
 class Pieces(NamedTuple):
@@ -27,44 +30,48 @@ class Pieces(NamedTuple):
     series: Ints
     """Number of the series of each piece."""
 
+    @property
+    def steps(self) -> Ints:
+        """Rows of each piece."""
+        return self.stops - self.starts
+
     def take(self, chosen: Ints) -> "Pieces":
         return Pieces(*(part[chosen] for part in self))
 
 
 def whole(borders: Ints) -> Pieces:
-    """All series, each a piece, from the row at which each begins and the row at which the last ends."""
-    return Pieces(borders[:-1], borders[1:], np.arange(len(borders) - 1))
+    """All series that have rows, each a piece, from the row at which each begins and the row at which the last ends."""
+    return Pieces(borders[:-1], borders[1:], np.arange(len(borders) - 1)).take(np.flatnonzero(np.diff(borders)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Cuts:
     """Sequences cut from pieces. Where one begins is computed when it is asked for, so a window costs no memory."""
 
     pieces: Pieces
     ahead: int
     """Rows at the end of a piece that are targets only."""
-    seq: int | None = None
-    """Steps of a window; the last one of a piece may be shorter. None: a piece is one sequence."""
-    stride: int = 1
-    """Steps from the start of a window to that of the next."""
+    seq: int
+    """Steps of a window; the last one of a piece may be shorter."""
+    stride: int
+    """Steps from the start of a window to that of the next; `ONLY_ONE`: a piece has one window, at its start."""
     kept: Ints | None = None
     """Numbers of the sequences that were not dropped; None: all."""
-    first: Ints = field(init=False)
-    """Number of the first sequence of each piece, and the number of all sequences."""
 
     def __post_init__(self) -> None:
-        pieces = self.pieces.take(np.flatnonzero(self.pieces.stops - self.pieces.starts > self.ahead))
-        object.__setattr__(self, "pieces", pieces)
-        counts = np.ones(len(pieces.starts), dtype=np.int64)
-        if self.seq is not None:
-            counts = -(-np.maximum(0, self.usable - self.seq) // self.stride) + 1
-            counts = np.minimum(counts, -(-self.usable // self.stride))  # for strides that leave gaps
-        object.__setattr__(self, "first", np.concatenate([[0], np.cumsum(counts)]))
+        object.__setattr__(self, "pieces", self.pieces.take(np.flatnonzero(self.usable > 0)))
+
+    @cached_property
+    def first(self) -> Ints:
+        """Number of the first sequence of each piece, and the number of all sequences."""
+        counts = -(-np.maximum(0, self.usable - self.seq) // self.stride) + 1
+        counts = np.minimum(counts, -(-self.usable // self.stride))  # for strides that leave gaps
+        return np.concatenate([[0], np.cumsum(counts)])
 
     @property
     def usable(self) -> Ints:
         """Steps of each piece that have a target."""
-        return self.pieces.stops - self.pieces.starts - self.ahead
+        return self.pieces.steps - self.ahead
 
     @property
     def total(self) -> int:
@@ -81,16 +88,13 @@ class Cuts:
         offset = (number - int(self.first[piece])) * self.stride
         start = int(self.pieces.starts[piece]) + offset
         steps = int(self.pieces.stops[piece]) - self.ahead - start
-        return start, steps if self.seq is None else min(self.seq, steps), int(self.pieces.series[piece])
+        return start, min(self.seq, steps), int(self.pieces.series[piece])
 
     def lengths(self) -> Ints:
         """Steps of all sequences."""
-        if self.seq is None:
-            steps = self.usable
-        else:  # all windows are full but the last of each piece
-            steps = np.full(self.total, self.seq, dtype=np.int64)
-            last = (np.diff(self.first) - 1) * self.stride
-            steps[self.first[1:] - 1] = np.minimum(self.seq, self.usable - last)
+        steps = np.full(self.total, self.seq, dtype=np.int64)  # all windows are full but the last of each piece
+        last = (np.diff(self.first) - 1) * self.stride
+        steps[self.first[1:] - 1] = np.minimum(self.seq, self.usable - last)
         return steps if self.kept is None else steps[self.kept]
 
     def without(self, rows: Ints) -> "Cuts":
@@ -104,7 +108,7 @@ class Cuts:
 
 def split_by_time(pieces: Pieces, share: float) -> tuple[Pieces, Pieces]:
     """The first steps of every piece, and its last ones."""
-    middle = pieces.stops - np.rint((pieces.stops - pieces.starts) * share).astype(np.int64)
+    middle = pieces.stops - np.rint(pieces.steps * share).astype(np.int64)
     return Pieces(pieces.starts, middle, pieces.series), Pieces(middle, pieces.stops, pieces.series)
 
 
@@ -152,7 +156,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         check_fields(self)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Order:
     """The order of all sequences in every epoch, a function of (seed, epoch) alone.
 
@@ -163,20 +167,16 @@ class Order:
     lengths: Ints
     """Time steps of each sequence."""
     buckets: Mapping[int, int]
-    """Length of the longest sequence of each bucket -> its microbatch. A pass has at most that many rows of at most
-    that length, padding included, which is what the plan has measured. Shorter sequences do not get more rows, since
-    some memory is per row, not per step."""
+    """Length of the longest sequence of each bucket -> its microbatch: the rows of a pass that the plan has measured.
+    Shorter sequences do not get more rows, since some memory is per row, not per step."""
     batch: int
     """Sequences of an optimizer step."""
     seed: int = 0
-    bounds: Ints = field(init=False)
-    """Length of the longest sequence of each bucket, ascending."""
 
     def __post_init__(self) -> None:
         for bound, microbatch in self.buckets.items():
             check_whole("longest of a bucket", bound, 1, MAX_SEQ, optional=False)
             check_whole("microbatch", microbatch, 1, 1 << 20, optional=False)
-        object.__setattr__(self, "bounds", np.array(sorted(self.buckets), dtype=np.int64))
         longest, most = int(self.lengths.max(initial=0)), max(self.buckets, default=0)
         if longest > most:
             raise MisuseError(
@@ -184,6 +184,11 @@ class Order:
                 got=f"it holds {most:,} steps, and sequence {int(self.lengths.argmax()):,} has {longest:,}",
                 advice="Make a plan for this data (oomguard plan --data), or cut the data.",
             )
+
+    @cached_property
+    def bounds(self) -> Ints:
+        """Length of the longest sequence of each bucket, ascending."""
+        return np.array(sorted(self.buckets), dtype=np.int64)
 
     def __len__(self) -> int:
         """Batches of an epoch."""

@@ -1,4 +1,4 @@
-"""What a source of sequences is, and its arrays in files: mapped into memory instead of read whole, and converted once.
+"""Arrays in files: mapped into memory instead of read whole, and converted once.
 
 What is converted is in a directory of `.npy` files, complete or not there at all. They are not Arrow IPC files: a
 window may cross their record batches, and reading them would bring pyarrow (26 MiB) into the training and each of its
@@ -7,15 +7,16 @@ workers.
 
 import hashlib
 import json
+import math
 import mmap
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -27,10 +28,6 @@ Array = NDArray[Any]
 Ints = NDArray[np.int64]
 Pair = tuple[Array, Array]
 """Inputs (steps x features in float32, or tokens in int64) and targets (for each step, or for the sequence)."""
-Places = tuple[int, ...] | None
-"""Columns of an array that are read; None: all."""
-Convert = Callable[[Path], dict[str, Any]]
-"""Writes arrays into a directory, and returns what a reader must know besides."""
 
 CHUNK_ELEMENTS = 1 << 20
 """Elements that are looked at together when a whole file is scanned."""
@@ -44,139 +41,79 @@ VERSION = 3
 """Version of the layout of converted files. Data with another one is converted again."""
 
 
-class Source(Protocol):
-    """Sequences that can be read one by one, in any order, from any process; pickling it does not copy the data."""
-
-    @property
-    def lengths(self) -> Ints:
-        """Time steps of each sequence."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Pair: ...
-
-    def describe(self) -> dict[str, Any]:
-        """What was read, how large it is and how many sequences it gives, as plain values for a checkpoint."""
-
-
-def let_go(content: mmap.mmap) -> None:
+def let_go(array: Array) -> None:
     """Release the pages of a mapped file, which would count as memory of this process. Its content is not lost."""
-    if hasattr(mmap, "MADV_DONTNEED"):
-        content.madvise(mmap.MADV_DONTNEED)
+    pages: object = array.base  # NumPy declares it as an array
+    if isinstance(array, np.memmap) and isinstance(pages, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        pages.madvise(mmap.MADV_DONTNEED)
 
 
 @dataclass(eq=False)
 class Mapped:
-    """An array in a file, mapped when it is first read and anew in every process: pickling copies only its path.
+    """Rows of an array, counted over all series. If it is mapped from a file, pickling copies none of its content."""
 
-    Rows are counted over all series, whatever the shape.
-    """
-
+    array: Array
     path: str
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    offset: int = 0
-    order: Literal["C", "F"] = "C"
+    """What messages call the array."""
     unit: str = "row"
     """What messages call a row."""
-    held: Array | None = None
-    """The array, if it is in memory instead of in a file."""
-    group: int | None = None
-    """Steps of a series, if the first axis counts series and the second their steps."""
-    _array: Array | None = field(default=None, init=False)
-    _map: mmap.mmap | None = field(default=None, init=False)
+    grouped: bool = False
+    """Whether the first axis counts series and the second their steps."""
+    columns: tuple[int, ...] | None = None
+    """Columns that are read; None: all."""
     _read_bytes: int = field(default=0, init=False)
 
     @classmethod
-    def of(cls, array: "np.memmap[Any, Any]") -> "Mapped":
-        """The file that a whole `np.memmap` maps."""
-        order: Literal["C", "F"] = "C" if array.flags.c_contiguous else "F"
-        return cls(str(array.filename), array.dtype, array.shape, array.offset, order)
-
-    @classmethod
     def npy(cls, path: Path) -> "Mapped":
-        """A `.npy` file, by its header."""
-        return replace(cls.of(np.lib.format.open_memmap(path, mode="r")), path=str(path))  # as given, not resolved
-
-    @property
-    def array(self) -> Array:
-        """The whole array; a view of the mapped file, of which nothing is read yet."""
-        if self.held is not None:
-            return self.held
-        if self._array is None:
-            with open(self.path, "rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            self._array = np.ndarray(self.shape, self.dtype, self._map, self.offset, order=self.order)
-        return self._array
-
-    @property
-    def count(self) -> int:
-        """Rows of all series together."""
-        return self.shape[0] * (self.group or 1)
+        """A `.npy` file, of which no more than the header is read yet."""
+        return cls(np.lib.format.open_memmap(path, mode="r"), str(path))
 
     def rows(self, start: int, steps: int) -> Array:
-        """Some rows of one series, as a view."""
-        if self.group is None:
-            block = self.array[start : start + steps]
-        else:
-            series, first = divmod(start, self.group)
-            block = self.array[series, first : first + steps]
-        if self._map is not None and self._read_bytes > RESIDENT_BYTES:
+        """Some rows of one series, as a view if the columns are neighbours."""
+        if self._read_bytes > RESIDENT_BYTES:
             self._read_bytes = 0
-            let_go(self._map)
+            let_go(self.array)
+        array = self.array
+        if self.grouped:
+            series, start = divmod(start, array.shape[1])
+            array = array[series]
+        block = array[start : start + steps]
         self._read_bytes += block.nbytes
-        return block
+        if self.columns is None:
+            return block
+        first, end = self.columns[0], self.columns[-1] + 1
+        if self.columns == tuple(range(first, end)):
+            return block[:, first:end]
+        return block[:, list(self.columns)]
 
     def blocks(self) -> Iterator[tuple[int, Array]]:
         """All rows, some at a time, each block with the number of its first row."""
-        width = int(np.prod(self.shape[2 if self.group else 1 :])) or 1
-        most, end = max(1, CHUNK_ELEMENTS // width), self.group or self.count
-        for series in range(self.shape[0] if self.group else 1):
-            for first in range(0, end, most):
-                yield series * end + first, self.rows(series * end + first, min(most, end - first))
+        series, steps, *width = self.array.shape if self.grouped else (1, *self.array.shape)
+        most = max(1, CHUNK_ELEMENTS // math.prod(width))
+        for first in (number * steps + step for number in range(series) for step in range(0, steps, most)):
+            yield first, self.rows(first, min(most, steps - first % steps))
 
     def where(self, row: int, column: int) -> str:
         """The place of a value, for messages."""
-        if self.group is None:
-            place, axes = f"{self.path}, {self.unit} {row:,}", 1
-        else:
-            place, axes = f"{self.path}, sequence {row // self.group:,}, step {row % self.group:,}", 2
-        return f"{place}, column {column}" if len(self.shape) > axes else place
+        place = f"{self.unit} {row:,}"
+        if self.grouped:
+            series, step = divmod(row, self.array.shape[1])
+            place = f"sequence {series:,}, step {step:,}"
+        if self.array.ndim > 1 + self.grouped:
+            place += f", column {column if self.columns is None else self.columns[column]}"
+        return f"{self.path}, {place}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_array": None, "_map": None, "_read_bytes": 0}
+        array = self.array
+        if not isinstance(array, np.memmap):
+            return self.__dict__
+        order = "C" if array.flags.c_contiguous else "F"
+        how = (array.filename, array.dtype, "r", array.offset, array.shape, order)
+        return self.__dict__ | {"array": how, "_read_bytes": 0}
 
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Store:
-    """An opened file: where its numbers are and what they mean. None of them is read yet."""
-
-    inputs: Mapped
-    """A row for each step."""
-    targets: Mapped
-    """A row for each step, or for each series. May be the inputs."""
-    borders: Ints
-    """The row at which each series begins, and the row at which the last ends."""
-    long: bool
-    """Whether it is one long series, to be cut into windows."""
-    input_columns: Places = None
-    target_columns: Places = None
-    ahead: int = 0
-    """Steps that a target lies ahead of its inputs."""
-    per_series: bool = False
-    """Whether `targets` has a row for each series instead of for each step."""
-    nan_rows: Ints | None = None
-    """Rows with a NaN, ascending; None: not searched for."""
-    checked: bool = False
-    """Whether every value was checked when the file was opened."""
-    first_row: int = 0
-    """Number of the first row, as messages count them."""
-    ids: Path | None = None
-    """The file with the id of each series; None: series have none."""
-    places: Mapped | None = None
-    """Number of each row in the user's file; None: the rows are in the order of that file."""
-    about: dict[str, Any]
-    """What `Source.describe` says of the file."""
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        how = state["array"]
+        self.__dict__ |= state | ({"array": np.memmap(*how)} if isinstance(how, tuple) else {})
 
 
 def fingerprint(*data: Path | Array) -> str:
@@ -214,7 +151,9 @@ def unreadable(path: object, error: Exception) -> MisuseError:
     )
 
 
-def cached(path: Path, directory: str | None, settings: Any, convert: Convert) -> tuple[Path, dict[str, Any]]:
+def cached(
+    path: Path, directory: str | None, settings: object, convert: Callable[[Path], dict[str, Any]]
+) -> tuple[Path, dict[str, Any]]:
     """The directory with the converted file, and what `convert` returned; converted again if the file has changed.
 
     `settings` is all that the conversion depends on. It is done under another name and renamed once it is complete, so
@@ -226,15 +165,12 @@ def cached(path: Path, directory: str | None, settings: Any, convert: Convert) -
     base = Path(directory) if directory else path.parent
     home = base / f"{path.name}.{key}.oomguard"
     about = _read_about(home, state)
-    if about is None:
-        with writable(base):
-            about = _convert_into(home, state, convert)
-    return home, about
-
-
-def _convert_into(home: Path, state: dict[str, Any], convert: Convert) -> dict[str, Any]:
-    hidden = tempfile.TemporaryDirectory(".oomguard", prefix=".", dir=home.parent, ignore_cleanup_errors=True)
-    with hidden as fresh:
+    if about is not None:
+        return home, about
+    with (
+        writable(base),
+        tempfile.TemporaryDirectory(".oomguard", prefix=".", dir=base, ignore_cleanup_errors=True) as fresh,
+    ):
         about = convert(Path(fresh))
         Path(fresh, "about.json").write_text(json.dumps({"state": state, "about": about}))
         if _read_about(home, state) is None:  # otherwise another process was first, and may use it already
@@ -244,10 +180,10 @@ def _convert_into(home: Path, state: dict[str, Any], convert: Convert) -> dict[s
             except OSError:
                 if _read_about(home, state) is None:
                     raise
-    return about
+    return home, about
 
 
-def _read_about(home: Path, state: dict[str, Any]) -> dict[str, Any] | None:
+def _read_about(home: Path, state: dict[str, int]) -> dict[str, Any] | None:
     """What the conversion of a file returned; None if there is none of the file in this state."""
     try:
         kept = json.loads((home / "about.json").read_text())
@@ -288,37 +224,34 @@ class Appended(AbstractContextManager["Appended"]):
 
 
 def group_rows(paths: list[Path], codes_path: Path, series: int) -> Ints:
-    """Bring the rows of each series together in `.npy` files, in their order, and return the borders of the series.
+    """Bring the rows of each series together in `.npy` files, in chunks, and return the borders of the series.
 
-    The codes are the number of each row's series, and are removed. Rows are moved in chunks, so that memory holds a few
-    of them, however many there are.
+    The codes are the number of each row's series, and are removed.
     """
     codes = Mapped.npy(codes_path)
     counts, last, in_order = np.zeros(series, dtype=np.int64), 0, True
     for _, block in codes.blocks():
         counts += np.bincount(block, minlength=series)
-        in_order = in_order and block[0] >= last and bool((np.diff(block) >= 0).all())
+        in_order = in_order and bool((np.diff(block, prepend=last) >= 0).all())
         last = int(block[-1])
     borders = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    if not in_order:
-        for path in paths:
-            _scatter(path, codes, borders[:-1].copy())
+    for path in () if in_order else paths:
+        _scatter(path, codes, borders[:-1].copy())
     codes_path.unlink()
     return borders
 
 
 def _scatter(path: Path, codes: Mapped, cursors: Ints) -> None:
     """Write every row to the next free place of its series."""
-    array, grouped_path = Mapped.npy(path), path.with_suffix(".grouped")
-    grouped = np.lib.format.open_memmap(grouped_path, "w+", array.dtype, array.shape)
-    pages: Any = grouped.base  # a mmap, though NumPy declares it as an array
-    for start in range(0, array.count, CHUNK_ROWS):
-        block = codes.rows(start, min(CHUNK_ROWS, array.count - start))
+    rows, grouped_path = Mapped.npy(path), path.with_suffix(".grouped")
+    grouped = np.lib.format.open_memmap(grouped_path, "w+", rows.array.dtype, rows.array.shape)
+    for start in range(0, len(grouped), CHUNK_ROWS):
+        block = codes.rows(start, CHUNK_ROWS)
         by_series = np.argsort(block, kind="stable")
         present, firsts, counts = np.unique(block[by_series], return_index=True, return_counts=True)
         ranks = np.arange(len(block)) - np.repeat(firsts, counts)
-        grouped[np.repeat(cursors[present], counts) + ranks] = array.rows(start, len(block))[by_series]
+        grouped[np.repeat(cursors[present], counts) + ranks] = rows.rows(start, CHUNK_ROWS)[by_series]
         cursors[present] += counts
-        let_go(pages)
+        let_go(grouped)
     grouped.flush()
     os.replace(grouped_path, path)

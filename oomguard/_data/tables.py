@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from csv import Error as CellError
 from csv import reader as read_cells
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,9 +21,10 @@ from numpy.typing import NDArray
 from pyarrow import csv, parquet
 
 from oomguard._core.errors import MisuseError
-from oomguard._data import source, values
+from oomguard._data import values
 from oomguard._data.options import DataOptions
-from oomguard._data.source import Appended, Ints, Mapped, Places, Store, no_data, unreadable
+from oomguard._data.rows import Arrays
+from oomguard._data.source import Appended, Ints, Mapped, cached, fingerprint, group_rows, no_data, unreadable
 from oomguard._spec.spec import Spec
 
 BLOCK_BYTES = 1 << 20
@@ -58,60 +60,58 @@ class Part(NamedTuple):
     """The range of tokens or classes; None: the columns are numbers."""
 
 
-def open_table(path: Path, kind: str, spec: Spec, options: DataOptions) -> Store:
+def open_table(path: Path, kind: str, spec: Spec, options: DataOptions) -> Arrays:
     """A table as a store. The first time, all of it is read."""
     table = _read_header(path, kind)
-    if options.id is not None and options.id not in table.names:
-        raise values.missing_column(options.id, table.names, path)
-    free = [name for name in table.names if name != options.id]
-    columns = values.choose_columns(free, spec, options, path)
-    parts, places = _layout([free[i] for i in columns.inputs], [free[i] for i in columns.targets], spec)
+    if options.id is not None:
+        values.check_column(options.id, table.names, path)
+    names = [name for name in table.names if name != options.id]
+    input_names, target_names, ahead = values.choose_columns(names, spec, options, path)
+    parts = _layout(input_names, target_names, spec)
     settings = {"parts": parts, "id": options.id}
-    home, about = source.cached(path, options.cache, settings, partial(_convert, table, parts, options.id))
+    home, about = cached(path, options.cache, settings, partial(_convert, table, parts, options.id))
     for part in parts:
         refused = options.nan == "error" or (options.nan == "zero" and part.range is not None)
         if refused and part.file in about["nan"]:
             place, value = about["nan"][part.file]
             raise values.wrong_value(place, value, part.range)
-    inputs = Mapped.npy(home / parts[0].file)
-    return Store(
+    inputs, targets = _map(home, parts[0], input_names), _map(home, parts[-1], target_names)
+    rows, size_bytes = len(inputs.array), path.stat().st_size
+    return Arrays(
         inputs=inputs,
-        targets=inputs if len(parts) == 1 else Mapped.npy(home / parts[1].file),
+        targets=inputs if (targets.path, targets.columns) == (inputs.path, inputs.columns) else targets,
         borders=np.load(home / "borders.npy"),
         long=options.id is None,
         first_row=table.first_row,
-        ids=None if options.id is None else home / "ids.json",
-        places=None if options.id is None else Mapped.npy(home / "places.npy"),
-        input_columns=places[0],
-        target_columns=places[1],
-        ahead=columns.ahead,
+        ids=None if options.id is None else home,
+        ahead=ahead,
         checked=True,
-        about={"kind": kind, "path": str(path), "bytes": path.stat().st_size, "rows": inputs.count}
-        | {"content": source.fingerprint(path)},
+        about={"kind": kind, "path": str(path), "bytes": size_bytes, "rows": rows, "content": fingerprint(path)},
     )
 
 
-def _layout(inputs: list[str], targets: list[str], spec: Spec) -> tuple[list[Part], tuple[Places, Places]]:
-    """The arrays that are stored, and where the inputs and the targets are in them; None: they are all of their array.
-
-    Inputs and targets share an array if both are numbers, or the same column of tokens.
-    """
+def _layout(inputs: list[str], targets: list[str], spec: Spec) -> list[Part]:
+    """Inputs and targets share an array if both are numbers, or the same column of tokens."""
     tokens, classes = values.input_index(spec), values.target_index(spec)
     if tokens is None and classes is None:
-        names = list(dict.fromkeys([*inputs, *targets]))
-        place = {name: number for number, name in enumerate(names)}
-        return [Part("numbers.npy", names, None)], (tuple(range(len(inputs))), tuple(place[name] for name in targets))
+        return [Part("numbers.npy", list(dict.fromkeys([*inputs, *targets])), None)]
     if tokens is not None and classes is not None and inputs == targets:
-        return [Part("tokens.npy", inputs, tokens)], (None, None)
-    return [Part("inputs.npy", inputs, tokens), Part("targets.npy", targets, classes)], (None, None)
+        return [Part("tokens.npy", inputs, tokens)]
+    return [Part("inputs.npy", inputs, tokens), Part("targets.npy", targets, classes)]
+
+
+def _map(home: Path, part: Part, names: list[str]) -> Mapped:
+    """Some columns of an array. Tokens and classes have no axis for columns."""
+    mapped = Mapped.npy(home / part.file)
+    if part.range is not None:
+        return mapped
+    place = {name: number for number, name in enumerate(part.names)}
+    return replace(mapped, columns=tuple(place[name] for name in names))
 
 
 def _read_header(path: Path, kind: str) -> Table:
     try:
-        if kind == "parquet":
-            table = Table(path, parquet.read_schema(path).names, 1)
-        else:
-            table = _read_csv_header(path)
+        table = Table(path, parquet.read_schema(path).names, 1) if kind == "parquet" else _read_csv_header(path)
     except (OSError, CellError, pa.ArrowException) as error:
         raise unreadable(path, error) from None
     twice = [name for name, count in Counter(table.names).items() if count > 1]
@@ -176,43 +176,43 @@ def _convert(table: Table, parts: list[Part], id_column: str | None, home: Path)
     if id_column is not None:
         wanted.append(id_column)
         forms += [("codes.npy", None), ("places.npy", None)]
+    reader = _Reader(table, parts, id_column)
     with ExitStack() as stack:
         arrays = [stack.enter_context(Appended(home / name, width)) for name, width in forms]
-        writer = _Writer(table, parts, id_column, arrays)
         try:
             for batch in _batches(table, wanted, id_column):
-                writer.append(batch)
+                for array, block in zip(arrays, reader.blocks(batch), strict=True):
+                    array.append(block)
         except pa.ArrowException as error:
             raise _parse_error(table, str(error)) from None
-    if not writer.rows:
+    if not reader.rows:
         raise no_data(table.path)
-    borders = np.array([0, writer.rows], dtype=np.int64)
+    borders = np.array([0, reader.rows], dtype=np.int64)
     if id_column is not None:
         paths = [*(home / part.file for part in parts), home / "places.npy"]
-        borders = source.group_rows(paths, home / "codes.npy", len(writer.series))
-        (home / "ids.json").write_text(json.dumps([*writer.series], default=str))
+        borders = group_rows(paths, home / "codes.npy", len(reader.series))
+        (home / "ids.json").write_text(json.dumps([*reader.series], default=str))
     np.save(home / "borders.npy", borders)
-    return {"nan": writer.nan}
+    return {"nan": reader.nan}
 
 
-class _Writer:
-    """Checks rows and appends them to the arrays. Of the ids, each is in memory once."""
+class _Reader:
+    """Turns batches of rows into checked blocks, one for each array. Of the ids, each is in memory once."""
 
-    def __init__(self, table: Table, parts: list[Part], id_column: str | None, arrays: list[Appended]) -> None:
-        self.table, self.parts, self.id_column, self.arrays, self.rows = table, parts, id_column, arrays, 0
+    def __init__(self, table: Table, parts: list[Part], id_column: str | None) -> None:
+        self.table, self.parts, self.id_column, self.rows = table, parts, id_column, 0
         self.nan: dict[str, tuple[str, str]] = {}
         """Place and value of the first NaN of each array."""
         self.series: dict[Any, int] = {}
         """Number of each series by its id, in the order in which they come up."""
 
-    def append(self, batch: pa.RecordBatch) -> None:
+    def blocks(self, batch: pa.RecordBatch) -> list[NDArray[Any]]:
         blocks: list[NDArray[Any]] = [self._checked(batch, part) for part in self.parts]
         if self.id_column is not None:
             first = self.rows + self.table.first_row
             blocks += [self._codes(batch.column(self.id_column)), np.arange(first, first + batch.num_rows)]
-        for array, block in zip(self.arrays, blocks, strict=True):
-            array.append(block)
         self.rows += batch.num_rows
+        return blocks
 
     def _checked(self, batch: pa.RecordBatch, part: Part) -> NDArray[Any]:
         """Values in the type they are stored in. NaN is kept, since another --nan may ask for the same file."""

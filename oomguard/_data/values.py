@@ -2,8 +2,7 @@
 normalisation to mean 0 and standard deviation 1, by one streaming pass over the training part.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 
 from oomguard._core.errors import MisuseError, nearest
 from oomguard._data.options import DataOptions, Nan
-from oomguard._data.source import Array, Ints, Pair, Source
+from oomguard._data.source import Array, Ints, Pair
 from oomguard._spec.spec import Spec
 
 MISSING = np.iinfo(np.int64).min
@@ -21,15 +20,8 @@ MISSING = np.iinfo(np.int64).min
 
 Where = Callable[[int, int], str]
 """The place of a value, from its row in the block and its column."""
-
-
-class Columns(NamedTuple):
-    """Columns by their numbers in the file."""
-
-    inputs: tuple[int, ...]
-    targets: tuple[int, ...]
-    ahead: int
-    """Steps that a target lies ahead of its inputs."""
+Columns = tuple[list[str], list[str], int]
+"""Names of the inputs and of the targets, and the steps that a target lies ahead of its inputs."""
 
 
 def choose_columns(names: list[str], spec: Spec, options: DataOptions, path: object) -> Columns:
@@ -37,19 +29,17 @@ def choose_columns(names: list[str], spec: Spec, options: DataOptions, path: obj
     width = 1 if spec.vocab is not None else spec.inputs
     inputs_alone = options.inputs_only or options.targets is not None
     inputs = list(options.columns or _usual_inputs(names, width, spec, options))
-    places = {name: place for place, name in enumerate(names)}  # there may be a million names
+    known = dict.fromkeys(names)  # there may be a million
     for name in (*inputs, *(() if inputs_alone else options.target or ())):
-        if name not in places:
-            raise missing_column(name, names, path)
+        check_column(name, known, path)
     if len(inputs) != width:
         raise MisuseError(
             rule=f"There must be as many input columns as the spec has features ({width})",
             got=f"{path} has {len(inputs)}: {_listed(inputs)}",
             advice=f"Set --features {len(inputs)}, or name the inputs as --columns.",
         )
-    numbers = tuple(places[name] for name in inputs)
     if inputs_alone:
-        return Columns(numbers, numbers, options.ahead or 0)
+        return inputs, inputs, options.ahead or 0
     targets = list(options.target or _usual_targets(names, inputs, spec, path))
     if len(targets) != target_width(spec):
         raise MisuseError(
@@ -57,8 +47,7 @@ def choose_columns(names: list[str], spec: Spec, options: DataOptions, path: obj
             got=f"{path} has {len(targets)}: {_listed(targets)}",
             advice="Change --target or --outputs.",
         )
-    ahead = options.ahead if options.ahead is not None else int(bool(set(inputs) & set(targets)))
-    return Columns(numbers, tuple(places[name] for name in targets), ahead)
+    return inputs, targets, int(not {*inputs}.isdisjoint(targets)) if options.ahead is None else options.ahead
 
 
 def _usual_inputs(names: list[str], width: int, spec: Spec, options: DataOptions) -> list[str]:
@@ -100,13 +89,14 @@ def target_width(spec: Spec) -> int:
     return 1 if spec.loss == "cross-entropy" else spec.classes
 
 
-def missing_column(name: str, names: list[str], path: object) -> MisuseError:
-    """The error for a column that the file does not have."""
-    return MisuseError(
-        rule="A column that is named must be in the file",
-        got=f"{path} has no column {name!r}",
-        advice=nearest(name, names[:50]),
-    )
+def check_column(name: str, names: Collection[str], path: object) -> None:
+    """Raise unless the file has the column."""
+    if name not in names:
+        raise MisuseError(
+            rule="A column that is named must be in the file",
+            got=f"{path} has no column {name!r}",
+            advice=nearest(name, [*names][:50]),
+        )
 
 
 def _listed(names: list[str]) -> str:
@@ -133,16 +123,12 @@ def target_index(spec: Spec) -> Index | None:
 
 def as_values(block: Array, index: Index | None, nan: Nan, where: Where) -> Array:
     """Rows x columns in float32, or tokens or classes in int64; always a copy."""
-    return as_numbers(block, nan, where) if index is None else _as_indices(block, index, nan, where)
-
-
-def as_numbers(block: Array, nan: Nan, where: Where) -> NDArray[np.float32]:
-    """Float32 with two axes. A value that is not finite is an error, or 0, or stays ("drop")."""
+    if index is not None:
+        return _as_indices(np.asarray(block).reshape(len(block)), index, nan, where)
     with np.errstate(over="ignore"):  # what is too large for float32 becomes infinite
         numbers = np.array(block, dtype=np.float32, order="C").reshape(len(block), -1)
-    if nan == "drop" or not numbers.size:
-        return numbers
-    if not isfinite(np.vdot(numbers, numbers)):  # the fastest test, without a mask; squares may overflow as well
+    # the fastest test, without a mask; squares may overflow as well
+    if nan != "drop" and not isfinite(np.vdot(numbers, numbers)):
         bad = ~np.isfinite(numbers)
         if nan == "error" and bad.any():
             row, column = (int(place) for place in np.argwhere(bad)[0])
@@ -151,23 +137,19 @@ def as_numbers(block: Array, nan: Nan, where: Where) -> NDArray[np.float32]:
     return numbers
 
 
-def _as_indices(block: Array, index: Index, nan: Nan, where: Where) -> Ints:
-    """Int64 with one axis, all within the range. NaN is an error, also for "zero", since 0 is a token too.
-
-    With "drop", NaN becomes `MISSING`, which whoever cuts sequences leaves out.
-    """
-    flat = np.asarray(block).reshape(len(block))
-    if flat.dtype.kind in "iub" and (not flat.size or (flat.min() >= 0 and flat.max() < index.below)):
-        return flat.astype(np.int64)
+def _as_indices(values: Array, index: Index, nan: Nan, where: Where) -> Ints:
+    """Int64, all within the range. NaN is an error, or `MISSING` for "drop"; never 0, which is a token too."""
     with np.errstate(invalid="ignore"):  # NaN has no whole number; it is found below
-        numbers = flat.astype(np.int64)
-        bad = (numbers != flat) | (numbers < 0) | (numbers >= index.below)
+        numbers = values.astype(np.int64)
+    if values.dtype.kind in "iub" and (not len(values) or (values.min() >= 0 and values.max() < index.below)):
+        return numbers
+    bad = (numbers != values) | (numbers < 0) | (numbers >= index.below)
     if nan == "drop":
-        gone = ~np.isfinite(flat)
+        gone = ~np.isfinite(values)
         numbers[gone], bad = MISSING, bad & ~gone
     if bad.any():
         row = int(bad.argmax())
-        raise wrong_value(where(row, 0), flat[row], index)
+        raise wrong_value(where(row, 0), values[row], index)
     return numbers
 
 
@@ -196,6 +178,14 @@ class Normaliser(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Standard deviation of each target."""
     steps: int
     """Time steps that they were computed from."""
+
+    def applied(self, pair: Pair) -> Pair:
+        """A sequence and its targets, normalised."""
+        inputs, targets = pair
+        inputs = ((inputs - np.array(self.mean)) / np.array(self.std)).astype(np.float32)
+        if self.target_mean is not None and self.target_std is not None:
+            targets = ((targets - np.array(self.target_mean)) / np.array(self.target_std)).astype(np.float32)
+        return inputs, targets
 
     def restored(self, outputs: Array) -> Array:
         """Outputs of the model in the units of the data."""
@@ -231,46 +221,13 @@ class Moments:
         return tuple(self.mean.tolist()), tuple(std.tolist())
 
 
-def fit_normaliser(source: Source, *, targets: bool = False) -> Normaliser:
-    """The normaliser of a source, whose sequences are read once, one at a time.
-
-    Steps of overlapping windows count as often as they are trained on.
-    """
+def fit_normaliser(pairs: Iterable[Pair], *, targets: bool) -> Normaliser:
+    """The normaliser of sequences that come one at a time. Steps of overlapping windows count as often as they come."""
     of_inputs, of_targets = Moments(), Moments()
-    for index in range(len(source)):
-        sequence, target = source[index]
+    for sequence, target in pairs:
         of_inputs.add(sequence)
         if targets:
             of_targets.add(target if target.ndim > 1 else target[None])
     mean, std = of_inputs.result()
     target_mean, target_std = of_targets.result() if targets else (None, None)
     return Normaliser(mean=mean, std=std, target_mean=target_mean, target_std=target_std, steps=of_inputs.count)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Normalised:
-    """A source whose numbers are normalised when they are read."""
-
-    source: Source
-    normaliser: Normaliser
-
-    @property
-    def lengths(self) -> Ints:
-        return self.source.lengths
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, index: int) -> Pair:
-        (inputs, targets), normaliser = self.source[index], self.normaliser
-        inputs = _scaled(inputs, normaliser.mean, normaliser.std)
-        if normaliser.target_mean is not None and normaliser.target_std is not None:
-            targets = _scaled(targets, normaliser.target_mean, normaliser.target_std)
-        return inputs, targets
-
-    def describe(self) -> dict[str, Any]:
-        return self.source.describe() | {"normaliser": msgspec.to_builtins(self.normaliser)}
-
-
-def _scaled(block: Array, mean: tuple[float, ...], std: tuple[float, ...]) -> NDArray[np.float32]:
-    return np.asarray((block - np.array(mean)) / np.array(std), dtype=np.float32)

@@ -3,6 +3,7 @@
 import csv
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -14,9 +15,8 @@ from oomguard._core.errors import GuardError, MisuseError
 from oomguard._core.system import file_errors
 from oomguard._data.loader import read_microbatch
 from oomguard._data.open import open_source
-from oomguard._data.rows import Rows, origins
-from oomguard._data.source import Array, Ints, Source
-from oomguard._data.values import Normalised
+from oomguard._data.rows import Source
+from oomguard._data.source import Array, Ints
 from oomguard._device import open_device
 from oomguard._estimate.breakdown import estimate_step
 from oomguard._estimate.target import Target
@@ -166,7 +166,7 @@ def _open_inputs(data: Any, spec: Spec, state: TrainState, options: Mapping[str,
         if normaliser is not None:
             normaliser = msgspec.structs.replace(normaliser, target_mean=None, target_std=None)
     source = open_source(data, spec, msgspec.structs.replace(state.data_options, **changes))
-    return source if normaliser is None else Normalised(source, normaliser), spec
+    return replace(source, normaliser=normaliser), spec
 
 
 def _write_array(blocks: Blocks, source: Source, spec: Spec, output: str | None, *, classes: bool) -> Array | Path:
@@ -196,8 +196,7 @@ def _write_array(blocks: Blocks, source: Source, spec: Spec, output: str | None,
 
 def _write_csv(blocks: Blocks, source: Source, spec: Spec, output: str, *, classes: bool) -> Path:
     """A CSV file with one line for each prediction."""
-    rows = source.source if isinstance(source, Normalised) else source
-    names, origin = origins(rows) if isinstance(rows, Rows) else ([], lambda _: [])
+    names, origin = source.origins()
     columns = ["class"] if classes else [f"output{i}" for i in range(spec.classes)]
     per_step = spec.head == "per-step"
     with _open_output(output) as file:

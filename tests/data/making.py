@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from oomguard._data.source import Array, Source
+from oomguard._data.rows import Source
+from oomguard._data.source import Array
 from oomguard._spec.spec import Spec
 
 

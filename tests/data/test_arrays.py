@@ -14,13 +14,13 @@ from oomguard._core.errors import MisuseError
 from oomguard._data.open import check_source, open_data, open_source
 from oomguard._data.options import DataOptions
 from oomguard._data.order import Cuts, whole
-from oomguard._data.source import Source
-from oomguard._data.values import as_numbers
+from oomguard._data.rows import Source
+from oomguard._data.values import as_values
 
 
 def test_numbers_whose_squares_overflow_are_numbers_all_the_same() -> None:
     block = np.array([[1e30, -3e38], [0.0, 1e-30]], dtype=np.float32)
-    assert as_numbers(block, "error", lambda row, column: f"{row}, {column}").tolist() == block.tolist()
+    assert as_values(block, None, "error", lambda row, column: f"{row}, {column}").tolist() == block.tolist()
 
 
 def test_the_last_columns_are_the_targets(tmp_path: Path) -> None:

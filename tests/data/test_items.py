@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from oomguard._core.errors import MisuseError
 from oomguard._data.open import open_data, open_source
 from oomguard._data.options import DataOptions
-from oomguard._data.rows import Rows
+from oomguard._data.rows import Arrays
 
 Pairs = list[tuple[Any, Any]]
 
@@ -97,7 +97,7 @@ def test_a_dataset_that_knows_its_lengths_is_not_read_at_first() -> None:
 
 def test_a_generator_is_on_the_disk_and_not_in_memory(tmp_path: Path) -> None:
     source = open_source(generated(pairs(3, 2)), spec(), DataOptions(cache=str(tmp_path)))
-    assert isinstance(source, Rows)
+    assert isinstance(source.store, Arrays)
     [home] = tmp_path.iterdir()
     assert np.load(home / "inputs.npy", mmap_mode="r").nbytes == 5 * 2 * 4
     del source

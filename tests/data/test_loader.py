@@ -19,9 +19,7 @@ from oomguard._core.errors import MisuseError
 from oomguard._core.units import GIB, MIB
 from oomguard._data.loader import WORKER_BYTES, Batch, Loader, size_loader
 from oomguard._data.open import open_source
-from oomguard._data.options import DataOptions
 from oomguard._data.order import Position
-from oomguard._data.rows import open_items
 from oomguard._device.proc import read_status
 from oomguard._estimate.terms import loader_bytes
 from oomguard._rnn import Microbatch, count_targets
@@ -51,7 +49,7 @@ class Counted:
 def loader(**changes: Any) -> Loader:
     wanted = spec(seq=8, batch=6)
     fields: dict[str, Any] = {
-        "source": open_items(Counted(), wanted, DataOptions()),
+        "source": open_source(Counted(), wanted),
         "spec": wanted,
         "buckets": BUCKETS,
     }
@@ -91,7 +89,7 @@ def test_the_targets_of_a_batch_are_those_that_its_microbatches_have() -> None:
 
 def test_the_targets_are_known_without_reading() -> None:
     dataset = Counted()
-    made = loader(source=open_items(dataset, spec(seq=8), DataOptions()))
+    made = loader(source=open_source(dataset, spec(seq=8)))
     assert sum(batch.targets for batch in made.batches()) == dataset.lengths.sum()
     assert dataset.asked == []
 
@@ -112,7 +110,7 @@ def test_a_batch_can_be_asked_for_again_in_smaller_microbatches(size: int) -> No
 
 def test_microbatches_are_read_one_at_a_time() -> None:
     dataset = Counted()
-    made = loader(source=open_items(dataset, spec(seq=8), DataOptions()), buckets={8: 2})
+    made = loader(source=open_source(dataset, spec(seq=8)), buckets={8: 2})
     feed = next(made.batches()).microbatches()
     next(feed)
     assert len(dataset.asked) == 2
@@ -140,7 +138,7 @@ def test_training_goes_on_in_the_middle_of_an_epoch(workers: int, done: int) -> 
 
 def test_what_was_done_is_not_read_again() -> None:
     dataset = Counted()
-    made = loader(source=open_items(dataset, spec(seq=8), DataOptions()))
+    made = loader(source=open_source(dataset, spec(seq=8)))
     rest = seen(flat(made, Position(done=2)))
     assert sorted(index + 1 for index in dataset.asked) == rest
     assert len(rest) == 23 - 2 * 6
@@ -310,7 +308,7 @@ def replace_optimizer(wanted: Spec) -> Spec:
 
 def test_a_source_that_was_cut_for_longer_sequences_is_not_loaded() -> None:
     wanted = spec(seq=8)
-    source = open_items(Counted(), wanted, DataOptions())
+    source = open_source(Counted(), wanted)
     with pytest.raises(AssertionError, match="cut for a spec with longer sequences"):
         Loader(source=source, spec=spec(seq=3), buckets=BUCKETS)
 

@@ -13,7 +13,7 @@ from oomguard._core.errors import MisuseError
 from oomguard._data.open import Data, open_data
 from oomguard._data.options import DataOptions
 from oomguard._data.order import MAX_BLOCKS
-from oomguard._data.source import Source
+from oomguard._data.rows import Source
 
 
 def rows_of(source: Source | None) -> set[float]:
