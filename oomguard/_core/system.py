@@ -39,7 +39,7 @@ def file_errors(
     try:
         yield
     except OSError as error:
-        got = f"{f'{path} cannot be {use}'.strip()} ({error.strerror or error})"
+        got = f"{f'{path} cannot be {use}'.rstrip()} ({error.strerror or error})"
         raise MisuseError(rule=rule, got=got, advice=advice) from None
 
 
