@@ -41,11 +41,7 @@ class RuleError(OomguardError):
 
 
 class MisuseError(RuleError, ValueError):
-    """A wrong argument, value or file.
-
-    >>> str(MisuseError(rule="Unknown argument 'hiden'", got="", advice="Did you mean 'hidden'?"))
-    "Unknown argument 'hiden'. Did you mean 'hidden'?"
-    """
+    """A wrong argument, value or file."""
 
 
 class GuardError(RuleError):
@@ -98,8 +94,8 @@ class Field(NamedTuple):
             check_choice(self.name, value, self.choices)
         elif self.bounds is not None:
             check_whole(self.name, value, *self.bounds, optional=False)
-        elif self.kind is bool:
-            check_switch(self.name, value)
+        elif self.kind is bool and type(value) is not bool:  # JSON would not return 1 and 0 as they were
+            raise wrong(self.name, "true or false", value, "Write true or false, without quotes.")
 
 
 @cache
@@ -145,12 +141,6 @@ def check_whole(name: str, value: object, low: int, high: int, *, optional: bool
     if type(value) is not int or not low <= value <= high:
         advice = f"Give {flag(name)} a number in that range."
         raise wrong(name, f"a whole number from {low:,} to {high:,}", value, advice)
-
-
-def check_switch(name: str, value: object) -> None:
-    """Raise unless the value is True or False. 1 and 0 are refused: JSON would not return them as they were."""
-    if type(value) is not bool:
-        raise wrong(name, "true or false", value, "Write true or false, without quotes.")
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:

@@ -39,17 +39,12 @@ def file_errors(
     try:
         yield
     except OSError as error:
-        raise MisuseError(rule=rule, got=f"{path} cannot be {use} ({error.strerror or error})", advice=advice) from None
+        got = f"{f'{path} cannot be {use}'.rstrip()} ({error.strerror or error})"
+        raise MisuseError(rule=rule, got=got, advice=advice) from None
 
 
 def write_file(path: str | os.PathLike[str], content: bytes, what: str) -> Path:
-    """Write a file that the user asked for. A kill leaves the old content or the new one, complete.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as directory:
-    ...     write_file(f"{directory}/new/x.csv", b"1", "A table").read_bytes()
-    b'1'
-    """
+    """Write a file that the user asked for. A kill leaves the old content or the new one, complete."""
     target = Path(path)
     with file_errors(f"{what} needs a writable file", target, use="written"):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -84,23 +79,22 @@ def read_values(path: Path, kind: type[Value]) -> list[Value]:
 
     A line that cannot be read is skipped with a warning that names it.
     """
-
-    def warn(number: int, why: str) -> None:
-        warnings.warn(f"{path}, line {number} could not be read ({why}). It is skipped.", stacklevel=4)
-
     try:
         lines, rest = read_lines(path)
     except FileNotFoundError:
         return []
     values: list[Value] = []
+    problems: dict[int, str] = {}
     for number, line in enumerate(lines, start=1):
         try:
             if line.strip():
                 values.append(msgspec.json.decode(line, type=kind))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            warn(number, str(error))
+            problems[number] = str(error)
     if rest.strip():
-        warn(len(lines) + 1, "its end is missing")
+        problems[len(lines) + 1] = "its end is missing"
+    for number, why in problems.items():
+        warnings.warn(f"{path}, line {number} could not be read ({why}). It is skipped.", stacklevel=3)
     return values
 
 

@@ -1,11 +1,11 @@
-"""Limit and Budget: how many bytes this process may use on a device, each with its source.
+"""Limit and Budget: how many bytes this process may use on a device, each with its source. Reading: how many it uses.
 
 Every limit is read as three numbers: the limit, what is used of it, and what this process itself holds of that.
 They answer two questions. How far may *this* process grow, all it holds included? To the limit less what others use:
 `reach_bytes`. How large may *another* process become while this one stays as it is? `left_bytes`.
 """
 
-from typing import Literal
+from typing import Literal, Self
 
 import msgspec
 
@@ -14,10 +14,38 @@ from oomguard._core.errors import MisuseError
 Unit = Literal["resident", "committed"]
 
 
+class Reading(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory that this process uses on a device, now and at most since the last `reset()`.
+
+    `peak_bytes` counts what estimates and budgets count, so all three compare directly.
+    """
+
+    peak_bytes: int
+    """The largest since the reset. CPU: resident bytes of the whole process (of its whole life, where the kernel does
+    not let the peak be reset). CUDA: what the card would show for the process, reserved bytes and context."""
+    now_bytes: int
+    """The bytes in use now, counted as `peak_bytes`."""
+    runtime_bytes: int
+    """Bytes in use before any model exists. CPU: resident bytes at the reset. CUDA: the context."""
+    committed_bytes: int | None = None
+    """CPU: VmData now, which is what an rlimit counts. None on CUDA, and where nothing counts it."""
+    committed_peak_bytes: int | None = None
+    """CPU: the largest VmData since the reset: exact while the address space grows beyond all it ever was, else from
+    below."""
+    allocated_bytes: int | None = None
+    """CUDA: the largest sum of tensors since the reset (`torch.cuda.max_memory_allocated`)."""
+    reserved_bytes: int | None = None
+    """CUDA: the most that PyTorch's allocator has taken since the reset (`max_memory_reserved`)."""
+    retries: int = 0
+    """CUDA: how often since the reset the allocator had to empty its cache and ask again: a sign of strain."""
+    swapped_bytes: int = 0
+    """CPU: bytes of this process that are swapped out now."""
+
+
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
     """One limit on memory. Its figures are checked when it is made.
 
-    >>> group = Limit(name="memory.max", limit_bytes=1000, used_bytes=700, held_bytes=300, unit="resident", source="…")
+    >>> group = Limit.read("memory.max", "…", limit_bytes=1000, used_bytes=700, held_bytes=300)
     >>> group.left_bytes, group.reach_bytes
     (300, 600)
     """
@@ -44,6 +72,15 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
                 advice="Correct the reader that made it.",
             )
 
+    @classmethod
+    def read(
+        cls, name: str, source: str, limit_bytes: int, used_bytes: int = 0, held_bytes: int = 0, unit: Unit = "resident"
+    ) -> Self:
+        """Make a limit of figures that were read one after the other, and so may contradict each other a little."""
+        limit_bytes, used_bytes = max(0, limit_bytes), max(0, used_bytes)
+        figures = {"limit_bytes": limit_bytes, "used_bytes": used_bytes, "held_bytes": min(held_bytes, used_bytes)}
+        return cls(name=name, unit=unit, source=source, **figures)
+
     @property
     def left_bytes(self) -> int:
         """Bytes that may be taken on top of those in use now: the most that a child beside this process may reach."""
@@ -58,8 +95,7 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
     """The bytes this process may use on a device: every limit that applies, and the least of them.
 
-    >>> ram = Limit(name="free RAM", limit_bytes=900, used_bytes=100, held_bytes=50, unit="resident", source="meminfo")
-    >>> group = Limit(name="memory.max", limit_bytes=500, used_bytes=50, held_bytes=50, unit="resident", source="…")
+    >>> ram, group = Limit.read("free RAM", "…", 900, 100, 50), Limit.read("memory.max", "…", 500, 50, 50)
     >>> budget = Budget(device="cpu", limits=(ram, group))
     >>> budget.limit_bytes, budget.left_bytes, budget.committed_bytes, budget.binding.name
     (500, 450, None, 'memory.max')

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from oomguard._device import Reading, limits
-from oomguard._device.budget import Budget
+from oomguard._device import limits
+from oomguard._device.budget import Budget, Reading
 from oomguard._device.proc import PROC, Status, read_status, read_text
 from oomguard._estimate.malloc import ENVIRONMENT, setting_of
 from oomguard._estimate.target import COMMITTED_TENTHS
@@ -33,31 +33,38 @@ class Cpu(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
+        """The name as `--device` and torch take it."""
         return "cpu"
 
     def title(self) -> str:
+        """The processor's or the card's name."""
         return cpu_name()
 
     def precisions(self) -> tuple[str, ...]:
+        """The precisions that it trains in, `fp32` first."""
         return cpu_precisions()
 
     def library(self) -> str | None:
+        """The library of its kernels, with the version; None if torch does not tell. Imports torch."""
         import torch
 
         found = re.search(r"(?:MKL-DNN|oneDNN) v?(\d[\w.]*)", torch.__config__.show())
         return None if found is None else f"oneDNN {found[1]}"
 
     def driver(self) -> str | None:
+        """The version of its driver; None if it has none or it is unknown."""
         return None
 
     def budget(self) -> Budget:
+        """The budget of this process, all that it already holds included."""
         return limits.budget()
 
     def environment(self, candidate: Candidate) -> dict[str, str]:
-        """What the process that runs the candidate must be started with: glibc reads its thresholds at the start."""
+        """The variables that the process of the candidate must start with: glibc reads its thresholds only then."""
         return dict(ENVIRONMENT[setting_of(candidate.allocator)])
 
     def settle(self, candidate: Candidate) -> None:
+        """Set the candidate's threads and engine, which a running process can change."""
         import torch
 
         if candidate.threads is not None:
@@ -78,15 +85,18 @@ class Cpu(msgspec.Struct, frozen=True):
         _set_soft_limit(backstop_bytes if committed_bytes is None else min(backstop_bytes, committed_bytes))
 
     def unlimit(self) -> None:
+        """Remove the limit that `enforce` set."""
         if _marks.inherited_bytes is not None:
             _set_soft_limit(_marks.inherited_bytes)
 
     def reset(self) -> None:
+        """Begin a new section: peaks count from here."""
         with suppress(OSError):  # not Linux, or not allowed here: the peak stays that of the process's whole life
             (PROC / "self/clear_refs").write_text("5")
         _marks.reset = read_status()
 
     def reading(self) -> Reading:
+        """The memory that this process uses, now and at most since the reset."""
         now = read_status()
         assert now is not None  # this process is not gone
         start = _marks.reset or now
@@ -100,15 +110,17 @@ class Cpu(msgspec.Struct, frozen=True):
         )
 
     def wait(self) -> None:
-        """Work on the CPU is done when its call returns."""
+        """Wait until all work issued to the device is done. Work on the CPU is done when its call returns."""
 
     def release(self) -> None:
+        """Free garbage and caches."""
         gc.collect()
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if platform.libc_ver()[0] == "glibc" else None
         if trim is not None:
             trim(ctypes.c_size_t(0))
 
     def held(self, pid: int) -> int:
+        """The bytes of this device that another process holds now, as far as is known."""
         status = read_status(pid)
         return 0 if status is None else status.resident_bytes
 

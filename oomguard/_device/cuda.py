@@ -14,11 +14,11 @@ from typing import Any
 
 import msgspec
 
-from oomguard._core.errors import MisuseError
-from oomguard._device import Reading, nvml
-from oomguard._device.budget import Budget
+from oomguard._device import nvml
+from oomguard._device.budget import Budget, Reading
 from oomguard._device.nvml import CardStatus
 from oomguard._device.proc import read_text
+from oomguard._estimate.cards import card_precisions
 from oomguard._spec.candidate import Candidate
 
 SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -31,7 +31,7 @@ another process holds them that NVML does not list (containers)."""
 
 
 class Cuda(msgspec.Struct, frozen=True):
-    """Card `cuda:index`."""
+    """Card `cuda:index`. `Cpu` documents the methods."""
 
     index: int = 0
     """Its number, as CUDA counts for this process."""
@@ -44,15 +44,18 @@ class Cuda(msgspec.Struct, frozen=True):
         """The card as it is now: by NVML or, where that does not answer, by CUDA (which makes a context)."""
         try:
             return nvml.card_status(self.index)
-        except nvml.NoNvmlError as error:
-            missing = error
-        return _status_by_torch(self.index, missing)
+        except nvml.NoNvmlError:
+            import torch
+
+            if not torch.cuda.is_available():
+                raise
+        return _status_by_torch(self.index)
 
     def title(self) -> str:
         return self.status().name
 
     def precisions(self) -> tuple[str, ...]:
-        return self.status().precisions
+        return card_precisions(self.status().compute_capability)
 
     def library(self) -> str | None:
         number = _torch().backends.cudnn.version()
@@ -65,13 +68,13 @@ class Cuda(msgspec.Struct, frozen=True):
         return nvml.driver()
 
     def budget(self) -> Budget:
-        torch = sys.modules.get("torch")
-        if torch is None or not torch.cuda.is_initialized():  # then this process holds nothing
-            return self.status().budget(self.name)
-        return self.status().budget(self.name, torch.cuda.memory_reserved(self.index))
+        torch, reserved_bytes = sys.modules.get("torch"), 0
+        if torch is not None and torch.cuda.is_initialized():  # otherwise this process holds nothing
+            reserved_bytes = torch.cuda.memory_reserved(self.index)
+        return self.status().budget(self.name, reserved_bytes)
 
     def environment(self, candidate: Candidate) -> dict[str, str]:
-        """What the process that runs the candidate must be started with, the user's own settings kept."""
+        """The variables that the process of the candidate must start with, the user's own settings kept."""
         if candidate.allocator != "expandable":
             return {}
         own = next((os.environ[name] for name in SETTINGS if os.environ.get(name)), "")
@@ -101,8 +104,7 @@ class Cuda(msgspec.Struct, frozen=True):
             _torch().cuda.set_per_process_memory_fraction(_inherited[self.index], self.index)
 
     def reset(self) -> None:
-        torch = _torch()
-        torch.cuda.reset_peak_memory_stats(self.index)
+        _torch().cuda.reset_peak_memory_stats(self.index)
         _retries[self.index] = self._all_retries()
 
     def reading(self) -> Reading:
@@ -149,19 +151,6 @@ _inherited: dict[int, float] = {}
 """The share of the memory that this process was allowed before `enforce` first changed it, by card."""
 
 
-def open_card(index: int) -> Cuda:
-    """Card `cuda:index`, if this process can run on it."""
-    if not built_for_cards():
-        raise MisuseError(
-            rule="--device cuda needs a CUDA build of torch",
-            got="the torch installed here is built without CUDA",
-            advice="Install one from pytorch.org, or use --device cpu.",
-        )
-    card = Cuda(index)
-    card.status()  # raises if there is none
-    return card
-
-
 def built_for_cards() -> bool:
     """Whether the torch installed here is built for CUDA (or ROCm, in its place). By its version file: no import."""
     found = importlib.util.find_spec("torch")
@@ -183,22 +172,20 @@ def count_cards() -> int:
     """Count the cards by NVML or, where NVML does not answer, by CUDA; raise if neither knows of any."""
     try:
         return nvml.count()
-    except nvml.NoNvmlError as error:
-        missing = error
-    if built_for_cards():
+    except nvml.NoNvmlError:
+        if not built_for_cards():
+            raise
         import torch
 
-        if count := torch.cuda.device_count():
-            return count
-    raise missing
+        if not torch.cuda.is_available():
+            raise
+        return torch.cuda.device_count()
 
 
-def _status_by_torch(index: int, missing: MisuseError) -> CardStatus:
+def _status_by_torch(index: int) -> CardStatus:
     """The card as CUDA shows it to this process; it does not say who else holds memory."""
     import torch
 
-    if not torch.cuda.is_available():
-        raise missing
     nvml.check_index(index, torch.cuda.device_count())
     about = torch.cuda.get_device_properties(index)
     free_bytes, total_bytes = torch.cuda.mem_get_info(index)

@@ -1,10 +1,12 @@
-"""Finds devices: the target and the budget of a device's name, and all devices that are present."""
+"""Finds devices by name: to run on, their target and their budget; and all devices that are present."""
+
+import re
 
 import msgspec
 
-from oomguard._core.errors import MisuseError
+from oomguard._core.errors import MisuseError, shown
 from oomguard._core.units import format_bytes
-from oomguard._device import Device, card_index, limits, nvml
+from oomguard._device import nvml
 from oomguard._device.budget import Budget, Limit
 from oomguard._device.cpu import Cpu
 from oomguard._device.cuda import Cuda, built_for_cards, count_cards
@@ -12,6 +14,49 @@ from oomguard._estimate import cards
 from oomguard._estimate.target import CPU, Target, on_card, resident_within
 
 NO_CUDA = "The torch installed here is built without CUDA: cards can be planned for, not used."
+
+Device = Cpu | Cuda
+"""A device that is present and runs candidates. Both have the same methods, which `Cpu` documents."""
+
+
+def open_device(name: str) -> Device:
+    """Open a device that is present by its name: `cpu`, `cuda` or `cuda:1`."""
+    if name == "cpu":
+        return Cpu()
+    index = card_index(name)
+    if index is None:
+        raise MisuseError(
+            rule="A run needs a device that is here: cpu, cuda or cuda:1",
+            got=f"got {shown(name)}",
+            advice="For a card that is not here, oomguard estimate answers.",
+        )
+    if not built_for_cards():
+        raise MisuseError(
+            rule="--device cuda needs a CUDA build of torch",
+            got="the torch installed here is built without CUDA",
+            advice="Install one from pytorch.org, or use --device cpu.",
+        )
+    card = Cuda(index)
+    card.status()  # raises if there is none
+    return card
+
+
+def card_index(name: str) -> int | None:
+    """The number of a card that is here, from `cuda` or `cuda:1`; None if the name means something else.
+
+    >>> card_index("cuda"), card_index("cuda:1"), card_index("cpu")
+    (0, 1, None)
+    """
+    if name != "cuda" and not str(name).startswith("cuda:"):
+        return None
+    number = re.fullmatch(r"cuda(?::(\d{1,3}))?", name)
+    if number is None:
+        raise MisuseError(
+            rule="--device cuda takes the card's number",
+            got=f"got {shown(name)}",
+            advice="Write it as cuda or cuda:1.",
+        )
+    return int(number[1] or 0)
 
 
 def present_devices() -> tuple[list[Device], str | None]:
@@ -46,16 +91,9 @@ def find_budget(device: str) -> Budget:
     if index is not None:
         return Cuda(index).budget()
     if device == "cpu":
-        return _resident_too(limits.budget())
+        return _resident_too(Cpu().budget())
     card = cards.card(device)
-    memory = Limit(
-        name="card memory",
-        limit_bytes=card.usable_bytes,
-        used_bytes=0,
-        held_bytes=0,
-        unit="resident",
-        source=f"an empty {card.name}: {card.source}",
-    )
+    memory = Limit.read("card memory", f"an empty {card.name}: {card.source}", card.usable_bytes)
     return Budget(device=card.name, limits=(memory,))
 
 
@@ -64,12 +102,7 @@ def _resident_too(budget: Budget) -> Budget:
     committed = budget.least("committed")
     if committed is None:
         return budget
-    same = Limit(
-        name=f"{committed.name}, resident",
-        limit_bytes=resident_within(committed.reach_bytes),
-        used_bytes=0,
-        held_bytes=0,
-        unit="resident",
-        source=f"{committed.source}: {format_bytes(committed.reach_bytes)} committed, up to 2.8 for each resident byte",
-    )
+    reach_bytes = committed.reach_bytes
+    source = f"{committed.source}: {format_bytes(reach_bytes)} committed, up to 2.8 for each resident byte"
+    same = Limit.read(f"{committed.name}, resident", source, resident_within(reach_bytes))
     return msgspec.structs.replace(budget, limits=(*budget.limits, same))

@@ -12,11 +12,10 @@ import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
 
 from oomguard._core.units import KIB, MAX_BYTES
 from oomguard._device.budget import Budget, Limit
-from oomguard._device.proc import PROC, read_sizes, read_text
+from oomguard._device.proc import PROC, Status, read_sizes, read_status, read_text
 
 
 def budget(proc: Path = PROC) -> Budget:
@@ -26,39 +25,24 @@ def budget(proc: Path = PROC) -> Budget:
     return Budget(device="cpu", limits=limits)
 
 
-class _Own(NamedTuple):
-    """The memory that this process holds, by /proc/self/status."""
-
-    pid: int | None
-    """Its id as `proc` numbers it; None without /proc."""
-    anonymous_bytes: int
-    """Resident and backed by no file: RssAnon and RssShmem."""
-    file_bytes: int
-    """Resident pages of files: RssFile."""
-    data_bytes: int
-    """VmData: private writable mappings, exactly what RLIMIT_DATA counts (Linux >= 4.7, `mm->data_vm`)."""
-    space_bytes: int
-    """VmSize: all mappings, exactly what RLIMIT_AS counts (`mm->total_vm`)."""
+def cpu_quota(proc: Path = PROC) -> float | None:
+    """Processors that the cgroups (v2) of this process pay for, at most; None if none says so."""
+    shares: list[float] = []
+    for version, groups in _ways_up(proc, _own(proc)):
+        for group in groups if version == 2 else ():
+            quota, _, period = read_text(group / "cpu.max").strip().partition(" ")
+            if quota.isdecimal() and period.isdecimal() and int(period):
+                shares.append(int(quota) / int(period))
+    return min(shares, default=None)
 
 
-def _own(proc: Path) -> _Own:
-    status = read_text(proc / "self/status")
-    if not status:  # macOS, Windows: what would be freed if this process ended
-        import psutil
-
-        return _Own(None, psutil.Process().memory_full_info().uss, 0, 0, 0)
-    sizes = read_sizes(status)
-    pid = re.search(r"^Pid:\s*(\d+)$", status, re.MULTILINE)
-    return _Own(
-        pid=int(pid[1]) if pid else None,
-        anonymous_bytes=sizes.get("RssAnon", 0) + sizes.get("RssShmem", 0),
-        file_bytes=sizes.get("RssFile", 0),
-        data_bytes=sizes.get("VmData", 0),
-        space_bytes=sizes.get("VmSize", 0),
-    )
+def _own(proc: Path) -> Status:
+    own = read_status(proc=proc)
+    assert own is not None  # this process is not gone
+    return own
 
 
-def _free_ram(proc: Path, own: _Own) -> Limit:
+def _free_ram(proc: Path, own: Status) -> Limit:
     """MemAvailable: what can be had without swapping. psutil where /proc does not say."""
     sizes, source = read_sizes(read_text(proc / "meminfo")), f"MemAvailable of {proc / 'meminfo'}"
     if "MemAvailable" not in sizes:
@@ -66,100 +50,58 @@ def _free_ram(proc: Path, own: _Own) -> Limit:
 
         memory = psutil.virtual_memory()
         sizes, source = {"MemTotal": memory.total, "MemAvailable": memory.available}, "psutil.virtual_memory"
-    used_bytes = max(0, sizes["MemTotal"] - sizes["MemAvailable"])
-    return Limit(
-        name="free RAM",
-        limit_bytes=sizes["MemTotal"],
-        used_bytes=used_bytes,
-        held_bytes=min(own.anonymous_bytes, used_bytes),
-        unit="resident",
-        source=source,
-    )
+    used_bytes = sizes["MemTotal"] - sizes["MemAvailable"]
+    return Limit.read("free RAM", source, sizes["MemTotal"], used_bytes, own.anonymous_bytes)
 
 
-def _rlimits(own: _Own) -> Iterator[Limit]:
+def _rlimits(own: Status) -> Iterator[Limit]:
     """Soft limits, which are the ones enforced, where the kernel says what they count. A child inherits them in full.
 
-    Both are given in VmData: of RLIMIT_AS, what is mapped besides (code, files) counts as used by others. Libraries
-    loaded later add to that, so it is exact only once torch is imported. RLIMIT_RSS is not enforced by Linux.
+    RLIMIT_DATA counts VmData, RLIMIT_AS VmSize (`mm->data_vm` and `mm->total_vm`, Linux >= 4.7). Both are given in
+    VmData: of RLIMIT_AS, what is mapped besides (code, files) counts as used by others. Libraries loaded later add to
+    that, so it is exact only once torch is imported. RLIMIT_RSS is not enforced by Linux.
     """
     if own.pid is None:  # Windows has none, the kernel of macOS does not enforce them
         return
     import resource
 
-    kinds = (("RLIMIT_DATA", resource.RLIMIT_DATA, own.data_bytes), ("RLIMIT_AS", resource.RLIMIT_AS, own.space_bytes))
-    for name, kind, used_bytes in kinds:
-        soft_bytes = resource.getrlimit(kind)[0]
+    data_bytes = own.committed_bytes or 0
+    for name, used_bytes in (("RLIMIT_DATA", data_bytes), ("RLIMIT_AS", own.space_bytes)):
+        soft_bytes = resource.getrlimit(getattr(resource, name))[0]
         if soft_bytes != resource.RLIM_INFINITY and soft_bytes < MAX_BYTES:
-            yield Limit(
-                name=name,
-                limit_bytes=soft_bytes,
-                used_bytes=used_bytes,
-                held_bytes=min(own.data_bytes, used_bytes),
-                unit="committed",
-                source=f"getrlimit({name})",
-            )
+            yield Limit.read(name, f"getrlimit({name})", soft_bytes, used_bytes, data_bytes, "committed")
 
 
-def _overcommit(proc: Path, own: _Own) -> Iterator[Limit]:
+def _overcommit(proc: Path, own: Status) -> Iterator[Limit]:
     """The machine's CommitLimit, which binds under vm.overcommit_memory = 2 only, less what the kernel sets aside."""
     if read_text(proc / "sys/vm/overcommit_memory").strip() != "2":
         return
     sizes = read_sizes(read_text(proc / "meminfo"))
     asides = (proc / "sys/vm/admin_reserve_kbytes", proc / "sys/vm/user_reserve_kbytes")
-    aside_bytes = sum((_number(read_text(path)) or 0) * KIB for path in asides)
-    used_bytes = sizes.get("Committed_AS", 0)
-    yield Limit(
-        name="overcommit",
-        limit_bytes=max(0, sizes.get("CommitLimit", 0) - aside_bytes),
-        used_bytes=used_bytes,
-        held_bytes=min(own.data_bytes, used_bytes),
-        unit="committed",
-        source=f"CommitLimit of {proc / 'meminfo'}, with vm.overcommit_memory = 2",
-    )
+    limit_bytes = sizes.get("CommitLimit", 0) - sum((_number(read_text(path)) or 0) * KIB for path in asides)
+    source = f"CommitLimit of {proc / 'meminfo'}, with vm.overcommit_memory = 2"
+    used_bytes, data_bytes = sizes.get("Committed_AS", 0), own.committed_bytes or 0
+    yield Limit.read("overcommit", source, limit_bytes, used_bytes, data_bytes, "committed")
 
 
-_NAMES = {1: ("memory.usage_in_bytes", "total_"), 2: ("memory.current", "")}
-"""The file with a group's usage, and the prefix of memory.stat's counts that include all groups below, by version."""
-
-
-class _Mount(NamedTuple):
-    """One cgroup file system, as /proc/self/mountinfo shows it."""
-
-    root: str
-    """The group that the mount shows at its top. `/../..`: two above the root of this process's cgroup namespace."""
-    point: Path
-    """The directory of the mount."""
-    version: int
-    """1 or 2: both can be there, the memory controller is in one of them."""
-
-
-def _cgroups(proc: Path, own: _Own) -> Iterator[Limit]:
+def _cgroups(proc: Path, own: Status) -> Iterator[Limit]:
     """Every limit on the way up from this process's group, in each hierarchy that has the memory controller."""
-    paths = _group_paths(read_text(proc / "self/cgroup"))
     seen: set[tuple[int, int]] = set()  # the same group can be mounted twice
-    for mount in _mounts(read_text(proc / "self/mountinfo")):
-        if mount.version not in paths:
-            continue
+    for version, way in _ways_up(proc, own):
         groups = []
-        for group in _way_up(mount, paths[mount.version], own.pid):
+        for group in way:
             if group.is_dir() and (key := (group.stat().st_dev, group.stat().st_ino)) not in seen:
                 seen.add(key)
                 groups.append(group)
-        yield from _v2_limits(groups, own) if mount.version == 2 else _v1_limits(groups, own)
+        yield from _v2_limits(groups, own) if version == 2 else _v1_limits(groups, own)
 
 
-def cpu_quota(proc: Path = PROC) -> float | None:
-    """Processors that the cgroups (v2) of this process pay for, at most; None if none says so."""
-    own, paths = _own(proc), _group_paths(read_text(proc / "self/cgroup"))
-    shares: list[float] = []
-    for mount in _mounts(read_text(proc / "self/mountinfo")):
-        if mount.version == 2 and 2 in paths:
-            for group in _way_up(mount, paths[2], own.pid):
-                quota, _, period = read_text(group / "cpu.max").strip().partition(" ")
-                if quota.isdecimal() and period.isdecimal() and int(period):
-                    shares.append(int(quota) / int(period))
-    return min(shares, default=None)
+def _ways_up(proc: Path, own: Status) -> Iterator[tuple[int, list[Path]]]:
+    """The groups from this process's own up to the top of each cgroup mount, with the cgroup version (1 or 2)."""
+    paths = _group_paths(read_text(proc / "self/cgroup"))
+    for version, root, point in _mounts(read_text(proc / "self/mountinfo")):
+        if version in paths:
+            yield version, _way_up(root, point, paths[version], own.pid)
 
 
 def _group_paths(text: str) -> dict[int, str]:
@@ -177,30 +119,33 @@ def _group_paths(text: str) -> dict[int, str]:
     return found
 
 
-def _mounts(text: str) -> Iterator[_Mount]:
-    """The cgroup mounts among the lines of /proc/self/mountinfo (man 5 proc_pid_mountinfo)."""
+def _mounts(text: str) -> Iterator[tuple[int, str, Path]]:
+    """Version, root and directory of the cgroup mounts in /proc/self/mountinfo (man 5 proc_pid_mountinfo).
+
+    The root is the group that the mount shows at its top; `/../..` is two above the root of the cgroup namespace.
+    """
     for line in filter(None, text.split("\n")):
         left, _, right = line.partition(" - ")  # before it stands any number of optional fields
         kind, _, options = right.split(" ")[:3]
         if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
             root, point = (re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), x) for x in left.split(" ")[3:5])
-            yield _Mount(root=root, point=Path(point), version=2 if kind == "cgroup2" else 1)
+            yield 2 if kind == "cgroup2" else 1, root, Path(point)
 
 
-def _way_up(mount: _Mount, path: str, pid: int | None) -> list[Path]:
+def _way_up(root: str, point: Path, path: str, pid: int | None) -> list[Path]:
     """The directories from the process's group up to the mount's top: all of its ancestors that can be seen.
 
     Groups above the root of a cgroup namespace have no names that we could know: the one that lists us is ours.
     """
-    below = _below(mount.root, path)
+    below = _below(root, path)
     if below is None:  # a mount of some other group, unless it lists us
-        return [mount.point] if _lists(mount.point, pid) else []
+        return [point] if _lists(point, pid) else []
     unnamed, names = below
-    leaf = mount.point.joinpath(*names)
+    leaf = point.joinpath(*names)
     if unnamed:
         pattern = "/".join(["*"] * unnamed + [glob.escape(name) for name in names])
-        leaf = next((group for group in mount.point.glob(pattern) if _lists(group, pid)), mount.point)
-    return [group for group in (leaf, *leaf.parents) if group.is_relative_to(mount.point)]
+        leaf = next((group for group in point.glob(pattern) if _lists(group, pid)), point)
+    return [group for group in (leaf, *leaf.parents) if group.is_relative_to(point)]
 
 
 def _below(root: str, path: str) -> tuple[int, list[str]] | None:
@@ -221,7 +166,7 @@ def _lists(group: Path, pid: int | None) -> bool:
     return pid is not None and str(pid) in read_text(group / "cgroup.procs").split()
 
 
-def _v2_limits(groups: list[Path], own: _Own) -> Iterator[Limit]:
+def _v2_limits(groups: list[Path], own: Status) -> Iterator[Limit]:
     """Over memory.high nothing is killed, but all of the group is throttled to a crawl: a limit too."""
     for group, name in itertools.product(groups, ("memory.max", "memory.high")):
         limit_bytes = _number(read_text(group / name))
@@ -229,7 +174,7 @@ def _v2_limits(groups: list[Path], own: _Own) -> Iterator[Limit]:
             yield _group_limit(group, name, limit_bytes, 2, own)
 
 
-def _v1_limits(groups: list[Path], own: _Own) -> Iterator[Limit]:
+def _v1_limits(groups: list[Path], own: Status) -> Iterator[Limit]:
     """Limits of v1 groups, and `hierarchical_memory_limit`: the least limit of all ancestors, visible or not."""
     least_bytes = MAX_BYTES
     for index, group in enumerate(groups):
@@ -245,24 +190,19 @@ def _v1_limits(groups: list[Path], own: _Own) -> Iterator[Limit]:
             yield _group_limit(groups[-1], "hierarchical_memory_limit", hidden_bytes, 1, own)
 
 
-def _group_limit(group: Path, name: str, limit_bytes: int, version: int, own: _Own) -> Limit:
+def _group_limit(group: Path, name: str, limit_bytes: int, version: int, own: Status) -> Limit:
     """Make the limit of a group. Its usage leaves out `inactive_file`, the cache that the kernel drops first."""
-    stat, (usage, prefix) = _stat(group), _NAMES[version]
-    used_bytes = max(0, (_number(read_text(group / usage)) or 0) - stat.get(f"{prefix}inactive_file", 0))
+    stat = _stat(group)
+    # in v1, memory.stat also has counts of the group without those below it
+    usage, prefix = ("memory.current", "") if version == 2 else ("memory.usage_in_bytes", "total_")
+    used_bytes = (_number(read_text(group / usage)) or 0) - stat.get(f"{prefix}inactive_file", 0)
     library_bytes = min(own.file_bytes, stat.get(f"{prefix}active_file", 0))
-    return Limit(
-        name=name,
-        limit_bytes=limit_bytes,
-        used_bytes=used_bytes,
-        held_bytes=min(own.anonymous_bytes + library_bytes, used_bytes),
-        unit="resident",
-        source=f"cgroup {group}",
-    )
+    return Limit.read(name, f"cgroup {group}", limit_bytes, used_bytes, own.anonymous_bytes + library_bytes)
 
 
 def _stat(group: Path) -> dict[str, int]:
-    pairs = (line.split() for line in read_text(group / "memory.stat").splitlines())
-    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2}
+    text = read_text(group / "memory.stat")
+    return {name: int(count) for name, count in re.findall(r"^(\w+) (\d+)$", text, re.MULTILINE)}
 
 
 def _number(text: str) -> int | None:

@@ -34,6 +34,10 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     used_bytes: int | None
     """Bytes that it holds; None where NVML does not tell (Windows)."""
 
+    def __str__(self) -> str:
+        held = "some" if self.used_bytes is None else format_bytes(self.used_bytes)
+        return f"{self.name or 'process'} ({self.pid}) holds {held}"
+
 
 class CardStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A card that is here, as it is now. (`oomguard._estimate.cards.Card` is one that need not be.)
@@ -41,8 +45,8 @@ class CardStatus(msgspec.Struct, frozen=True, kw_only=True):
     >>> trainer = Holder(pid=4711, name="python", used_bytes=3 << 30)
     >>> card = CardStatus(name="NVIDIA L4", uuid="GPU-a", compute_capability=(8, 9), total_bytes=22 << 30,
     ...                   free_bytes=18 << 30, holders=(trainer,), source="NVML")
-    >>> card.precisions, card.known.name, card.budget("cuda:0").limit_bytes >> 30
-    (('fp32', 'bf16', 'fp16'), 'l4-24gb', 18)
+    >>> card.known.name, card.budget("cuda:0").limit_bytes >> 30
+    ('l4-24gb', 18)
     >>> card.budget("cuda:0").binding.source
     'NVML on NVIDIA L4, where python (4711) holds 3.00 GiB'
     """
@@ -73,11 +77,6 @@ class CardStatus(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(holder for holder in self.holders if holder.pid != os.getpid())
 
     @property
-    def precisions(self) -> tuple[str, ...]:
-        """The precisions that it trains in."""
-        return cards.card_precisions(self.compute_capability)
-
-    @property
     def known(self) -> cards.Card:
         """The card as estimates know it: by its name, else by its generation alone."""
         try:
@@ -104,20 +103,10 @@ class CardStatus(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.total_bytes is None or self.free_bytes is None:
             return Budget(device=device, limits=limits.budget().limits)
-        used_bytes = max(0, self.total_bytes - self.free_bytes)
-        holders = [
-            f"{holder.name or 'process'} ({holder.pid}) holds "
-            + ("some" if holder.used_bytes is None else format_bytes(holder.used_bytes))
-            for holder in self.others
-        ]
-        memory = Limit(
-            name="card memory",
-            limit_bytes=self.total_bytes,
-            used_bytes=used_bytes,
-            held_bytes=min(max(self.own_bytes, reserved_bytes), used_bytes),
-            unit="resident",
-            source=f"{self.source} on {self.name}{', where ' * bool(holders)}{' and '.join(holders)}",
-        )
+        others = " and ".join(map(str, self.others))
+        source = f"{self.source} on {self.name}{', where ' * bool(others)}{others}"
+        used_bytes, held_bytes = self.total_bytes - self.free_bytes, max(self.own_bytes, reserved_bytes)
+        memory = Limit.read("card memory", source, self.total_bytes, used_bytes, held_bytes)
         return Budget(device=device, limits=(memory,))
 
 

@@ -11,7 +11,7 @@ PROC = Path("/proc")
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory of one process, as /proc/PID/status shows it."""
+    """The memory of one process, as /proc/PID/status shows it; 0 where it does not."""
 
     resident_bytes: int
     """VmRSS: what it has in RAM, libraries and shared memory included."""
@@ -19,6 +19,12 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """VmHWM: the largest VmRSS since it was reset (`5` written to clear_refs), or since the process began."""
     committed_bytes: int | None
     """VmData: private writable mappings, touched or not; None where nothing counts them (no /proc)."""
+    pid: int | None = None
+    """Its id as this /proc numbers it; None without /proc."""
+    anonymous_bytes: int = 0
+    """RssAnon and RssShmem: resident and backed by no file. Without /proc, what would be freed if it ended."""
+    file_bytes: int = 0
+    """RssFile: resident pages of files."""
     space_bytes: int = 0
     """VmSize: all mappings."""
     space_peak_bytes: int = 0
@@ -29,15 +35,19 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_status(pid: int | None = None, proc: Path = PROC) -> Status | None:
     """The memory of a process (None: this one) now; None if it is gone, or has ended and was not yet waited for."""
-    if not (proc / "self").exists():  # macOS, Windows
+    text = read_text(proc / ("self" if pid is None else str(pid)) / "status")
+    if not text and (pid is None or not (proc / "self").exists()):  # macOS, Windows
         return _by_psutil(pid)
-    found = read_sizes(read_text(proc / ("self" if pid is None else str(pid)) / "status"))
+    found, number = read_sizes(text), re.search(r"^Pid:\s*(\d+)$", text, re.MULTILINE)
     if "VmRSS" not in found:
         return None
     return Status(
         resident_bytes=found["VmRSS"],
         peak_bytes=found.get("VmHWM", found["VmRSS"]),
         committed_bytes=found.get("VmData"),
+        pid=int(number[1]) if number else None,
+        anonymous_bytes=found.get("RssAnon", 0) + found.get("RssShmem", 0),
+        file_bytes=found.get("RssFile", 0),
         space_bytes=found.get("VmSize", 0),
         space_peak_bytes=found.get("VmPeak", 0),
         swapped_bytes=found.get("VmSwap", 0),
@@ -51,16 +61,18 @@ def _by_psutil(pid: int | None) -> Status | None:
     import psutil
 
     try:
-        memory = psutil.Process(pid).memory_info()
+        process = psutil.Process(pid)
+        memory = process.memory_info()
     except psutil.NoSuchProcess:
         return None
     peak_bytes = getattr(memory, "peak_wset", memory.rss)
+    own_bytes = process.memory_full_info().uss if pid is None else 0  # of others it may not be asked
     if pid is None and sys.platform != "win32":
         import resource
 
         unit_bytes = 1 if sys.platform == "darwin" else KIB
         peak_bytes = max(peak_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes)
-    return Status(resident_bytes=memory.rss, peak_bytes=peak_bytes, committed_bytes=None)
+    return Status(resident_bytes=memory.rss, peak_bytes=peak_bytes, committed_bytes=None, anonymous_bytes=own_bytes)
 
 
 def read_text(path: Path) -> str:

@@ -22,6 +22,7 @@ import traceback
 
 import msgspec
 
+from oomguard._core.system import write_all
 from oomguard._core.units import KIB, MIB, format_bytes
 from oomguard._device import Device, Reading, open_device
 from oomguard._probe.record import Answer, Request
@@ -61,9 +62,7 @@ def main(parent: int, tied: bool) -> None:
     threading.stack_size(PROBE_BYTES)
     server = Server()
     while True:
-        answer = msgspec.json.encode(server.answer(requests.get())) + b"\n"
-        while answer:
-            answer = answer[os.write(answers, answer) :]
+        write_all(answers, msgspec.json.encode(server.answer(requests.get())) + b"\n")
 
 
 def _listen(parent: int, requests: "queue.SimpleQueue[bytes]") -> None:

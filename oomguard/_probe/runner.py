@@ -15,7 +15,6 @@ import weakref
 from contextlib import suppress
 from datetime import UTC, datetime
 from signal import Signals
-from types import TracebackType
 from typing import IO, NamedTuple, Self
 
 import msgspec
@@ -141,9 +140,7 @@ class Runner:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _ready(self, request: Request) -> "_Child":
@@ -153,12 +150,8 @@ class Runner:
         """
         environment, child = self.device.environment(request.candidate), self._child
         kind, largest_bytes = (environment, request.engine, request.candidate.precision), _largest_bytes(request)
-        if (
-            child is None
-            or child.kind != kind
-            or child.process.poll() is not None
-            or largest_bytes < child.raised_bytes
-        ):
+        usable = child is not None and child.kind == kind and child.process.poll() is None
+        if child is None or not usable or largest_bytes < child.raised_bytes:
             self.close()
             child = self._child = _Child(environment, kind)
         child.raised_bytes = largest_bytes
@@ -168,25 +161,24 @@ class Runner:
         """Send the request, and watch the child until it answers, ends, grows too large or takes too long."""
         deadline = time.monotonic() + timeout
         on_cpu = request.device == "cpu"
-        observed = _Observed()
         child.send(msgspec.json.encode(request) + b"\n")
         while (line := child.wait(POLL_SECONDS)) is None:
-            observed.look(child.process.pid)
-            if observed.resident_bytes > limit_bytes:
-                what = f"It grew to {format_bytes(observed.resident_bytes)}, over its {format_bytes(limit_bytes)}"
+            child.look()
+            if child.resident_bytes > limit_bytes:
+                what = f"It grew to {format_bytes(child.resident_bytes)}, over its {format_bytes(limit_bytes)}"
                 what += f" of host memory, and was ended.{_too_little(limit_bytes)}"
-                return observed.figures(Verdict.OVER, what, child.end(), on_cpu=on_cpu)
+                return child.figures(Verdict.OVER, what, child.end(), on_cpu)
             child.drop_output(WORDS_BYTES)
             if time.monotonic() > deadline:
                 what = f"It was not done after {format_seconds(timeout)}, and was ended."
-                return observed.figures(Verdict.TIMEOUT, what, child.end(), on_cpu=on_cpu)
+                return child.figures(Verdict.TIMEOUT, what, child.end(), on_cpu)
         if not line:
             code = child.process.wait(REAP_SECONDS)  # it has closed its pipe
             words = child.end()
             what = _exit_message(code) + _too_little(min(limit_bytes, request.committed_bytes or limit_bytes))
-            return observed.figures(judge_exit(code, words), what, words, on_cpu=on_cpu)
+            return child.figures(judge_exit(code, words), what, words, on_cpu)
         answer = msgspec.json.decode(line, type=Answer)
-        committed_bytes = max(answer.committed_bytes or 0, observed.committed_bytes) if on_cpu else None
+        committed_bytes = max(answer.committed_bytes or 0, child.committed_bytes) if on_cpu else None
         return msgspec.structs.replace(answer, committed_bytes=committed_bytes or None)
 
 
@@ -218,34 +210,12 @@ def _too_little(limit_bytes: int) -> str:
     return f" Python and torch alone need about {format_bytes(CPU_RUNTIME_BYTES)}."
 
 
-class _Observed:
-    """The largest memory of a child as read from outside."""
-
-    resident_bytes = 0
-    committed_bytes = 0
-
-    def look(self, pid: int) -> None:
-        now = read_status(pid)
-        if now is not None:
-            self.resident_bytes = max(self.resident_bytes, now.resident_bytes)
-            self.committed_bytes = max(self.committed_bytes, now.committed_bytes or 0)
-
-    def figures(self, verdict: Verdict, message: str, words: str, *, on_cpu: bool) -> Measured:
-        """Make the figures of a child that did not answer."""
-        return Measured(
-            verdict=verdict,
-            message=message,
-            error=words or message,
-            peak_bytes=(self.resident_bytes or None) if on_cpu else None,
-            committed_bytes=(self.committed_bytes or None) if on_cpu else None,
-        )
-
-
 class _Child:
     """A child process with its pipes. It ends with `end()`, with its garbage collection, or with this process."""
 
     def __init__(self, environment: dict[str, str], kind: object) -> None:
-        self.kind, self.raised_bytes = kind, 0
+        self.kind = kind
+        self.raised_bytes = self.resident_bytes = self.committed_bytes = 0
         own = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
         tied = threading.current_thread() is threading.main_thread()
         self.stderr = tempfile.TemporaryFile()  # noqa: SIM115  a pipe that nobody reads would fill up
@@ -271,7 +241,25 @@ class _Child:
     def send(self, line: bytes) -> None:
         """Queue a request. `wait` sends what the pipe does not take now."""
         self.drop_output()
+        self.resident_bytes = self.committed_bytes = 0  # the most since then, read from outside
         self._unsent += line
+
+    def look(self) -> None:
+        """Read its memory from outside."""
+        now = read_status(self.process.pid)
+        if now is not None:
+            self.resident_bytes = max(self.resident_bytes, now.resident_bytes)
+            self.committed_bytes = max(self.committed_bytes, now.committed_bytes or 0)
+
+    def figures(self, verdict: Verdict, message: str, words: str, on_cpu: bool) -> Measured:
+        """Make the figures of a request that it did not answer."""
+        return Measured(
+            verdict=verdict,
+            message=message,
+            error=words or message,
+            peak_bytes=(self.resident_bytes or None) if on_cpu else None,
+            committed_bytes=(self.committed_bytes or None) if on_cpu else None,
+        )
 
     def wait(self, seconds: float) -> bytes | None:
         """Wait for the answer; return it, empty bytes if the child has ended, or None if it is still at work."""

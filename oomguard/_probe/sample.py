@@ -26,7 +26,7 @@ def run_tiny(request: Request, device: Device) -> None:
     """Run a tiny step that loads the kernels and libraries of the request's steps."""
     spec = tiny_spec(request.spec)
     training = prepare(spec, tiny_candidate(spec, request.candidate), device.name)
-    generator = torch.Generator(device=_home(request, device)).manual_seed(request.seed)
+    generator = _seeded(request, device)
     for _ in range(2):  # the second finds the optimizer's state in place
         step(training, [random_microbatch(spec, 1, generator) for _ in range(PASSES)], targets=2)
     device.wait()
@@ -89,10 +89,13 @@ class Meter:
     """Runs the steps of a candidate, and keeps times and sizes of tensors."""
 
     def __init__(self, request: Request, device: Device) -> None:
-        self.request, self.device = request, device
+        self.device, self.spec, self.candidate = device, request.spec, request.candidate
+        self.passes = min(request.passes, request.candidate.accumulation)  # of a measured step
+        rows = request.candidate.microbatch
+        self.tokens = sum(longest_lengths(request.spec, rows) or [rows * request.spec.steps])  # real ones of a pass
         torch.manual_seed(request.seed)
         self.training: Training = prepare(request.spec, request.candidate, device.name)
-        self.generator = torch.Generator(device=_home(request, device)).manual_seed(request.seed)
+        self.generator = _seeded(request, device)
         self.pass_seconds: list[float] = []
         self.update_seconds: list[float] = []
         self.skipped = 0
@@ -105,11 +108,10 @@ class Meter:
         On the CPU a few time steps are enough. On a card it is a whole step, as in training: the state then lies in
         gaps of that step, and the next must reserve more (12 % more for an LSTM with 20,000 words).
         """
-        spec, rows = self.request.spec, self.request.candidate.microbatch
-        steps, passes = spec.steps, self.passes
+        rows, steps, passes = self.candidate.microbatch, self.spec.steps, self.passes
         if self.device.name == "cpu":
             rows, steps, passes = min(2, rows), FEW, 1
-        feed = (random_microbatch(spec, rows, self.generator, steps) for _ in range(passes))
+        feed = (random_microbatch(self.spec, rows, self.generator, steps) for _ in range(passes))
         step(self.training, feed, targets=rows)
         self.device.wait()
 
@@ -129,24 +131,13 @@ class Meter:
         )
 
     @property
-    def passes(self) -> int:
-        """Passes of a measured step."""
-        return min(self.request.passes, self.request.candidate.accumulation)
-
-    @property
-    def tokens(self) -> int:
-        """Real time steps of one full microbatch."""
-        rows = self.request.candidate.microbatch
-        return sum(longest_lengths(self.request.spec, rows) or [rows * self.request.spec.steps])
-
-    @property
     def spent(self) -> float:
         """Seconds measured so far."""
         return sum(self.pass_seconds) + sum(self.update_seconds)
 
     def figures(self) -> dict[str, Any]:
         """Return the times of a record. An uneven last microbatch counts by its share."""
-        passes = self.request.spec.batch / self.request.candidate.microbatch
+        passes = self.spec.batch / self.candidate.microbatch
         seconds_per_pass, seconds_per_update = median(self.pass_seconds), median(self.update_seconds)
         seconds_per_step = passes * seconds_per_pass + seconds_per_update
         return {
@@ -162,10 +153,11 @@ class Meter:
 
     def _timed(self) -> Iterator[Microbatch]:
         """Yield full microbatches. A pass lasts from when it is handed over until the next one is asked for."""
-        if self.passes < min(PASSES, self.request.candidate.accumulation):
-            yield random_microbatch(self.request.spec, self.request.candidate.microbatch, self.generator, FEW)
+        rows = self.candidate.microbatch
+        if self.passes < min(PASSES, self.candidate.accumulation):
+            yield random_microbatch(self.spec, rows, self.generator, FEW)
         for _ in range(self.passes):
-            made = [random_microbatch(self.request.spec, self.request.candidate.microbatch, self.generator)]
+            made = [random_microbatch(self.spec, rows, self.generator)]
             self.sizes["input"] = self._bytes(made[0])
             self.device.wait()
             began = perf_counter()
@@ -175,21 +167,18 @@ class Meter:
             self.sizes["gradients"] = self._bytes(p.grad for p in self.training.model.parameters())
             self._resumed = perf_counter()
 
-    def _bytes(self, tensors: Iterable[Any]) -> int:
-        """Add up the bytes of the tensors on the device."""
+    def _bytes(self, tensors: Iterable[object]) -> int:
+        """Add up the bytes of the tensors on the device, each storage once (cuDNN shares one among weights)."""
         kind = torch.device(self.device.name).type
-        storages = [_storages(one) for one in tensors if isinstance(one, Tensor) and one.device.type == kind]
-        return sum({address: size for each in storages for address, size in each}.values())
+        sizes: dict[int, int] = {}
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.device.type == kind:
+                parts = [tensor._indices(), tensor._values()] if tensor.is_sparse else [tensor]
+                sizes |= {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}
+        return sum(sizes.values())
 
 
-def _storages(tensor: Tensor) -> list[tuple[int, int]]:
-    """Return address and bytes of a tensor's storages: cuDNN keeps all weights of a call in one."""
-    if tensor.is_sparse:
-        return _storages(tensor._indices()) + _storages(tensor._values())
-    storage = tensor.untyped_storage()
-    return [(storage.data_ptr(), storage.nbytes())]
-
-
-def _home(request: Request, device: Device) -> str:
-    """Return the device of new microbatches: the host if the candidate keeps them there."""
-    return "cpu" if request.candidate.keep == "host" else device.name
+def _seeded(request: Request, device: Device) -> torch.Generator:
+    """Return the source of microbatches: on the host if the candidate keeps them there, else on the device."""
+    home = "cpu" if request.candidate.keep == "host" else device.name
+    return torch.Generator(device=home).manual_seed(request.seed)

@@ -15,6 +15,7 @@ NO_LIMIT = (1 << 63) - 4096
 def machine(tmp_path: Path, *, cgroup: str = "", mounts: tuple[str, ...] = (), more: str = "") -> Path:
     """A /proc with 60 of 64 GiB free and a process that holds 100 MiB of its own and 50 MiB of libraries."""
     own = {"RssAnon": ANONYMOUS_BYTES, "RssFile": FILE_BYTES, "VmData": DATA_BYTES, "VmSize": SPACE_BYTES}
+    own["VmRSS"] = ANONYMOUS_BYTES + FILE_BYTES
     ram = {"MemTotal": TOTAL_BYTES, "MemAvailable": AVAILABLE_BYTES, "SwapFree": 8 * GIB}
     write(tmp_path / "proc/self/status", f"Name:\tpython\nPid:\t{PID}\n" + kib(own))
     write(tmp_path / "proc/meminfo", kib(ram) + more)
