@@ -16,16 +16,13 @@ from oomguard._spec.candidate import Candidates, is_none
 from oomguard._spec.spec import Spec
 
 CHUNK_ROWS = 1 << 15
-"""Rows of a chunk: a few dozen arrays of this length fit a core's cache (in one piece it takes twice as long)."""
+"""Ints of a chunk: a few dozen arrays of this length fit a core's cache (in one piece it takes twice as long)."""
 _NAME = "U32"
 """Room for the name of any moment or engine."""
 _FIGURES = ("total_bytes", "host_bytes", "steps", "allocated_bytes", "reserved_bytes")
 """Figures of an estimate, beside its margin; None where a device does not have them."""
 _NUMERIC = ("window", "threads")
 """Knobs whose columns can hold None beside numbers."""
-
-Rows = slice | Ints
-"""Row numbers, as NumPy takes them."""
 
 
 def estimate_batch(spec: Spec, candidates: Candidates, target: Target, *, training: bool = True) -> Estimate:
@@ -61,33 +58,27 @@ def estimate_batch(spec: Spec, candidates: Candidates, target: Target, *, traini
     )
 
 
-def _fill(columns: dict[str, Ints], rows: Rows, values: Mapping[str, Count | None], length: int) -> None:
+def _fill(columns: dict[str, Ints], rows: Ints, values: Mapping[str, Count | None], length: int) -> None:
     """Write the rows of one group into columns. A moment that a group does not have stays 0."""
     for name, value in values.items():
         if value is not None:
             columns.setdefault(name, np.zeros(length, dtype=np.int64))[rows] = value
 
 
-def _groups(spec: Spec, candidates: Candidates) -> Iterator[tuple[Rows, Candidates]]:
-    """Rows, and the candidates there: numbers as arrays, everything else one value."""
+def _groups(spec: Spec, candidates: Candidates) -> Iterator[tuple[Ints, Candidates]]:
+    """Ints, and the candidates there: numbers as arrays, everything else one value."""
     key = _key(spec, candidates)
-    if key is None:
-        for start in range(0, len(candidates), CHUNK_ROWS):
-            rows = slice(start, start + CHUNK_ROWS)
-            yield rows, _pick(candidates, rows)
-        return
     order = np.argsort(key, kind="stable")
     borders = np.flatnonzero(np.diff(key[order])) + 1
     for group in np.split(order, borders):
         for start in range(0, len(group), CHUNK_ROWS):
-            chunk = group[start : start + CHUNK_ROWS]
-            yield chunk, _pick(candidates, chunk)
+            rows = group[start : start + CHUNK_ROWS]
+            yield rows, _pick(candidates, rows)
 
 
-def _key(spec: Spec, candidates: Candidates) -> Ints | None:
-    """A number for every row, equal for rows of one group; None if all are one group."""
-    key: Ints | None = None
-    size = 1
+def _key(spec: Spec, candidates: Candidates) -> Ints:
+    """A number for every row, equal for rows of one group."""
+    key = np.zeros(len(candidates), dtype=np.int64)
     for name, values in candidates.arrays.items():
         digits = [is_none(values)] if values.dtype == object else []
         if values.dtype.kind not in "iu":
@@ -95,13 +86,11 @@ def _key(spec: Spec, candidates: Candidates) -> Ints | None:
         elif name == "segments" and spec.bidirectional:  # plain and in pieces, it consists of different calls
             digits += [values > 1]
         for digit in digits:
-            if digit.any() and not digit.all():
-                key = digit * size if key is None else key + digit * size
-                size *= 2
+            key = 2 * key + digit
     return key
 
 
-def _pick(candidates: Candidates, rows: Rows) -> Candidates:
+def _pick(candidates: Candidates, rows: Ints) -> Candidates:
     knobs = candidates.knobs
     for name, values in candidates.arrays.items():
         some = values[rows]

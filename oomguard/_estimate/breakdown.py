@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oomguard._estimate import terms
-from oomguard._estimate.call import Count, Flag, Knobs, maximum, where
+from oomguard._estimate.call import Count, Flag, Knobs, where
 from oomguard._estimate.engines import cudnn
 from oomguard._estimate.malloc import reserved_bytes, setting_of
 from oomguard._estimate.moments import TERMS, Moments, Terms, evaluation_moments, training_moments
@@ -76,8 +76,7 @@ class Estimate:
     @property
     def runs(self) -> Flag:
         """Whether the engine takes so many steps in one call: cuDNN refuses more than 65,535, whatever the memory."""
-        too_long = (self.engine == "cudnn") & (self.steps > cudnn.MAX_STEPS)
-        return ~too_long if isinstance(too_long, np.ndarray) else not too_long
+        return (self.engine != "cudnn") | (self.steps <= cudnn.MAX_STEPS)
 
     @property
     def fits(self) -> Flag | None:
@@ -99,18 +98,18 @@ def estimate_step(spec: Spec, candidate: Knobs, target: Target = CPU, *, trainin
     'backward of layer 2'
     """
     step, moments = step_moments(spec, candidate, target, training=training)
-    totals = {name: total_of(parts) for name, parts in moments.items()}
+    totals: dict[str, Count] = {name: sum(parts.values()) for name, parts in moments.items()}
     terms_of_peak, moment = _largest(moments, totals)
     allocated: Count | None = None
     reserved: Count | None = None
     if target.cuda:  # the rest of the segments that the blocks are cut from counts as workspace
         runtime, expandable = target.runtime_bytes, candidate.allocator == "expandable"
-        allocated = total_of(terms_of_peak) - runtime
+        allocated = sum(terms_of_peak.values()) - runtime
         reserved = reserved_bytes(allocated, expandable=expandable)
         terms_of_peak = terms_of_peak | {"workspace": terms_of_peak["workspace"] + reserved - allocated}
         totals = {name: runtime + reserved_bytes(n - runtime, expandable=expandable) for name, n in totals.items()}
     return Estimate(
-        total_bytes=total_of(terms_of_peak),
+        total_bytes=sum(terms_of_peak.values()),
         terms=terms_of_peak,
         moment=moment,
         moments=totals,
@@ -122,14 +121,6 @@ def estimate_step(spec: Spec, candidate: Knobs, target: Target = CPU, *, trainin
         host_bytes=_host_bytes(step) if target.cuda else 0,
         steps=step.calls[0].steps,
     )
-
-
-def total_of(parts: Terms) -> Count:
-    """Add up the terms of a moment."""
-    total: Count = 0
-    for term in TERMS:
-        total = total + parts[term]
-    return total
 
 
 def step_moments(spec: Spec, candidate: Knobs, target: Target = CPU, *, training: bool = True) -> tuple[Pass, Moments]:
@@ -145,18 +136,16 @@ def step_moments(spec: Spec, candidate: Knobs, target: Target = CPU, *, training
 
 def _largest(moments: Moments, totals: dict[str, Count]) -> tuple[Terms, Name]:
     """Find the moment with the largest total, element by element: its terms and its name."""
-    peak = maximum(*totals.values())
-    if not isinstance(peak, np.ndarray):
-        name = max(totals, key=lambda name: totals[name])
-        return moments[name], name
-    largest = {term: np.zeros_like(peak) for term in TERMS}
-    names = np.empty(peak.shape, dtype=f"U{max(map(len, moments))}")
-    for name, parts in reversed(moments.items()):  # the first of equal moments wins, as `max` has it
-        is_peak = totals[name] == peak
-        names[is_peak] = name
+    index = np.argmax(np.stack(np.broadcast_arrays(*totals.values())), axis=0)  # the first of equal moments
+    names = np.array([*moments])
+    if not index.ndim:
+        return moments[str(names[index])], str(names[index])
+    largest = {term: np.zeros(index.shape, dtype=np.int64) for term in TERMS}
+    for number, parts in enumerate(moments.values()):
+        is_peak = index == number
         for term in TERMS:
             np.copyto(largest[term], parts[term], where=is_peak)
-    return dict(largest), names
+    return dict(largest), names[index]
 
 
 def _host_bytes(step: Pass) -> Count:

@@ -9,11 +9,9 @@ import math
 import numpy as np
 
 from oomguard._estimate.call import GATES, Count, Ints, Knobs
-from oomguard._spec.spec import Spec
+from oomguard._spec.spec import MAX_BATCH, Spec
 
 Shape = tuple[int, ...]
-MAX_BATCH = 1 << 20
-"""Sequences that a microbatch can have at most: more of one length make no difference."""
 SCALER_BYTES = 3 * 512
 """GradScaler's scale, growth counter and found_inf, a block each; it unscales gradients in place, without copies."""
 QUANTILE_BLOCK = 256  # elements per scale of an 8-bit state: bitsandbytes 0.45, blockwise quantisation
@@ -131,7 +129,7 @@ def longest_tokens(spec: Spec, microbatch: Count) -> Count:
     if not (spec.packs and spec.lengths):
         return spec.steps * microbatch
     lengths = np.array(sorted(spec.lengths, reverse=True))
-    counts = np.array([min(spec.lengths[int(length)], MAX_BATCH) for length in lengths])
+    counts = np.array([min(spec.lengths[int(length)], MAX_BATCH) for length in lengths])  # more make no difference
     sequences, tokens = np.cumsum(counts), np.cumsum(counts * lengths)
     rank = np.minimum(np.searchsorted(sequences, microbatch), len(lengths) - 1)
     missing = sequences[rank] - microbatch  # negative if there are not so many: then the shortest are repeated
