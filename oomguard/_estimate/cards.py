@@ -39,12 +39,7 @@ _NOISE = re.compile(r"nvidia|geforce|tesla|gpu|generation|edition|workstation|se
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
-    """One card. cards.toml explains its fields.
-
-    >>> v100 = card("Tesla V100-SXM2-16GB")
-    >>> v100.name, v100.sms, v100.usable_bytes / v100.memory_bytes > 0.95
-    ('v100-16gb', 80, True)
-    """
+    """One card. cards.toml explains its fields."""
 
     name: str
     memory_bytes: int
@@ -164,11 +159,7 @@ def card(name: str) -> Card:
 
 
 def _normal(name: str) -> str:
-    """Lower case with dashes, without the words that say nothing.
-
-    >>> _normal("NVIDIA GeForce RTX 3060 Laptop GPU"), _normal("rtx3080Ti"), _normal("RTX A6000")
-    ('rtx-3060-laptop', 'rtx-3080-ti', 'rtx-a6000')
-    """
+    """Lower case with dashes, without the words that say nothing: `rtx-3080-ti`."""
     text = re.sub(r"[^a-z0-9]+", "-", name.lower().replace("mobile", "laptop").replace("tisuper", "ti-super"))
     text = re.sub(r"(?<![a-z])(rtx|gtx)(?=a?\d)", r"\1-", text)
     text = re.sub(r"(?<=\d)-?(ti|super)(?=-|$)", r"-\1", text)

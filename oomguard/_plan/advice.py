@@ -15,8 +15,7 @@ import numpy as np
 
 from oomguard._core.errors import MisuseError, flag
 from oomguard._core.units import format_bytes
-from oomguard._estimate.batch import estimate_batch
-from oomguard._estimate.breakdown import Estimate, estimate_step, margin_bytes
+from oomguard._estimate.breakdown import Estimate, estimate_batch, estimate_step, margin_bytes
 from oomguard._estimate.engines import cudnn
 from oomguard._estimate.malloc import setting_of
 from oomguard._estimate.passes import make_pass, piece_steps

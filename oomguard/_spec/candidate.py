@@ -270,10 +270,7 @@ class Candidates:
         return max((len(value) for value in self.arrays.values()), default=1)
 
     def __getitem__(self, index: int) -> Candidate:
-        knobs = self.knobs
-        for name, values in self.arrays.items():
-            value = values[index]
-            knobs[name] = value.item() if isinstance(value, np.generic) else value
+        knobs = self.knobs | {name: values.item(index) for name, values in self.arrays.items()}
         if knobs["accumulation"] is None:
             del knobs["accumulation"]
         return Candidate(**knobs)
