@@ -33,9 +33,9 @@ class Pass:
     """Number of pieces of the sequence."""
 
     @property
-    def element_bytes(self) -> int:
+    def element_bytes(self) -> Count:
         """Bytes of one element that the layers compute."""
-        return element_bytes(self.candidate, self.target)
+        return self.calls[0].element_bytes
 
     @property
     def width_bytes(self) -> Count:
@@ -45,7 +45,7 @@ class Pass:
     @property
     def by_layer(self) -> bool:
         """Whether a bidirectional model runs in pieces: each direction of each layer alone, on whole outputs."""
-        return self.spec.bidirectional and _in_pieces(self.candidate)
+        return self.calls[0].directions < self.spec.directions
 
     @property
     def first_trained(self) -> int:
@@ -54,18 +54,6 @@ class Pass:
             return 0
         frozen = [f"layer{i}" in self.spec.frozen for i in range(len(self.calls))]
         return frozen.index(False) if False in frozen else len(self.calls)
-
-
-def element_bytes(candidate: Knobs, target: Target) -> int:
-    """4 for fp32, 2 for fp16 and bf16 on CUDA.
-
-    On the CPU half precision is not measured (many CPUs refuse it): it counts like fp32, since casts come on top.
-    """
-    return 4 if candidate.precision == "fp32" or not target.cuda else 2
-
-
-def _in_pieces(candidate: Knobs) -> bool:
-    return candidate.window is not None or bool(np.any(candidate.segments > 1))
 
 
 def piece_steps(spec: Spec, candidate: Knobs) -> Count:
@@ -87,8 +75,11 @@ def make_pass(spec: Spec, candidate: Knobs, target: Target, *, steps: Count) -> 
 
 
 def _calls(spec: Spec, candidate: Knobs, target: Target, engine: str, steps: Count, tokens: Count) -> tuple[Call, ...]:
-    """One call for all layers where cuDNN can; otherwise one for each layer."""
-    by_direction = spec.bidirectional and _in_pieces(candidate)
+    """One call for all layers where cuDNN can; otherwise one for each layer.
+
+    On the CPU half precision is not measured (many CPUs refuse it): it counts like fp32, since casts come on top.
+    """
+    by_direction = spec.bidirectional and (candidate.window is not None or bool(np.any(candidate.segments > 1)))
     together = spec.one_call and not by_direction and engine == "cudnn"
     layers = spec.layers if together else 1
     return tuple(
@@ -102,7 +93,7 @@ def _calls(spec: Spec, candidate: Knobs, target: Target, engine: str, steps: Cou
             projection=spec.projection,
             layers=layers,
             directions=1 if by_direction else spec.directions,
-            element_bytes=element_bytes(candidate, target),
+            element_bytes=4 if candidate.precision == "fp32" or not target.cuda else 2,
             packed=spec.packs and target.cuda,
             input_gradient=i > 0 or (spec.vocab is not None and "embedding" not in spec.frozen),
         )
