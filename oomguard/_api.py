@@ -10,8 +10,7 @@ import msgspec
 from oomguard._core.errors import MisuseError, check_names, check_whole, conflict, flag, shown
 from oomguard._core.units import MAX_BYTES, parse_seconds, read_budget
 from oomguard._device.find import find_budget, find_target
-from oomguard._estimate.batch import estimate_batch
-from oomguard._estimate.breakdown import Estimate, estimate_step, margin_bytes
+from oomguard._estimate.breakdown import Estimate, estimate_batch, estimate_step, margin_bytes
 from oomguard._probe.record import Record
 from oomguard._probe.runner import TIMEOUT_SECONDS, Runner
 from oomguard._spec.candidate import KNOBS, Candidate, Candidates

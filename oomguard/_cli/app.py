@@ -77,14 +77,12 @@ def _usage_error(error: Any, words: list[str]) -> MisuseError:
     command = error.ctx.command_path if error.ctx is not None else f"oomguard {words[0]}"
     see = f"See {command} --help."
     if kind == "NoSuchOption" and command == "oomguard":
-        advice = f"Write it as in oomguard estimate {option}."
-        rule = "oomguard takes a command before its options"
+        rule, advice = "oomguard takes a command before its options", f"Write it as in oomguard estimate {option}."
         return MisuseError(rule=rule, got=f"got {shown(option)}", advice=advice)
     if kind == "NoSuchOption":
         known = [name for param in error.ctx.command.params for name in param.opts if not param.hidden]
         advice = nearest(option, known)
-        advice = advice if advice.startswith("Did") else see
-        return MisuseError(rule=f"Unknown option {option}", got="", advice=advice)
+        return MisuseError(rule=f"Unknown option {option}", got="", advice=advice if advice.startswith("Did") else see)
     if kind == "BadOptionUsage" and "requires" in message:
         return MisuseError(rule=f"{option} takes a value", got="got none", advice=see)
     if kind == "BadOptionUsage":

@@ -34,7 +34,6 @@ class Flag(NamedTuple):
     text: str = ""
     """Help text; empty if it comes from the docstring of the field."""
     kind: type = str
-    """Type of the value."""
     choices: tuple[str, ...] = ()
     """Values that it takes; empty if there are others."""
     many: bool = False
@@ -52,11 +51,11 @@ class Flag(NamedTuple):
         return "--" + (f"no_{self.name}" if self.negative else self.name).replace("_", "-")
 
 
-_METAVARS = {int: "N", float: "P", bool: "", dict: "HISTOGRAM", tuple: "COLUMNS", str: "TEXT"}
-_OWN_METAVARS = {
-    **{"frozen": "PARTS", "id": "COLUMN", "targets": "FILE", "cache": "DIR", "run": "DIR", "save_every": "WHEN"}
+_METAVARS: dict[type | str, str] = {
+    **{int: "N", float: "P", bool: "", dict: "HISTOGRAM", tuple: "COLUMNS", str: "TEXT"},
+    **{"frozen": "PARTS", "id": "COLUMN", "targets": "FILE", "cache": "DIR", "run": "DIR", "save_every": "WHEN"},
 }
-"""Metavars of fields whose type does not tell what they hold."""
+"""Metavars by type, and by name for fields whose type does not tell what they hold."""
 _HELP = {
     "lengths": "Histogram of sequence lengths, such as 100:5000,2000:40, or a file of lengths: .npy, .csv, .txt.",
     "frozen": "Parts that are not trained, such as embedding,layer0,head.",
@@ -73,7 +72,7 @@ def flags_of(struct: Struct, leave_out: Iterable[str] = (), *, fixes: bool = Fal
     return [
         Flag(
             name=name,
-            metavar="NAME" if field.choices else _OWN_METAVARS.get(name, _METAVARS[field.kind]),
+            metavar="NAME" if field.choices else _METAVARS.get(name, _METAVARS[field.kind]),
             text=_HELP.get(name, ""),
             kind=field.kind,
             choices=field.choices,
@@ -86,12 +85,8 @@ def flags_of(struct: Struct, leave_out: Iterable[str] = (), *, fixes: bool = Fal
     ]
 
 
-MODEL = Flag(
-    "model",
-    "NAME",
-    "Cell (rnn, lstm or gru), or a spec file such as spec.toml.",
-    choices=fields_of(Spec)["cell"].choices,
-)
+_CELLS = fields_of(Spec)["cell"].choices
+MODEL = Flag("model", "NAME", "Cell (rnn, lstm or gru), or a spec file such as spec.toml.", choices=_CELLS)
 PRESET = Flag("preset", "NAME", "Start from a ready-made spec: " + ", ".join(PRESETS) + ".", choices=tuple(PRESETS))
 SPEC_FIELDS = sorted(flags_of(Spec, ["cell"]), key=lambda flag: flag.name not in ("seq", "batch"))
 """Flags of the fields of a spec, the most important first."""
@@ -108,13 +103,10 @@ HERE = [Flag("device", "NAME", "cpu, cuda or cuda:1 (default: cpu)."), BUDGET]
 ANYWHERE = [Flag("device", "NAME", "cpu, cuda, cuda:0,cuda:1 or a card such as a100-80gb (default: cpu)."), BUDGET]
 LOSSY = [knob.role.lossy for knob in KNOBS.values() if knob.role.lossy is not None]
 # aims and defaults are written out, so that the help need not import the search; a test compares them
+AIMS = ("throughput", "microbatch", "seq")
+_AIM = "Aim of the search; the first of several decides, and the plan has their front (default: throughput)."
 SEARCH = [
-    Flag(
-        "maximize",
-        "LIST",
-        "Aim of the search; the first of several decides, and the plan has their front (default: throughput).",
-        choices=("throughput", "microbatch", "seq"),
-    ),
+    Flag("maximize", "LIST", _AIM, choices=AIMS),
     Flag("allow", "LIST", "Lossy knobs that may change (default: precision).", choices=(*LOSSY, "none")),
     Flag("max_probes", "N", "Probes at most (default: 24).", int),
     Flag("timeout", "SECONDS", "Time limit of the search, such as 90s or 5min (default: 100s)."),
@@ -125,28 +117,22 @@ DATA = [
     Flag("data", "FILE", "Training data: .npy, .csv, .parquet or text."),
     *flags_of(DataOptions, ["limit", "inputs_only"]),
 ]
+_UNCUT = ("validation", "split", "normalise", "workers", "seed")
 CUT = [
     Flag("data", "FILE", "Training data; the plan is for its sequence lengths."),
-    *flags_of(DataOptions, ["limit", "inputs_only", "validation", "split", "normalise", "workers", "seed"]),
+    *(flag for flag in DATA[1:] if flag.name not in _UNCUT),
 ]
 """Data options that decide which sequences there are."""
 READ = [Flag("data", "FILE", "Data in the form of the training data."), *DATA[1:]]
-TRAINED = [
-    *flags_of(TrainOptions),
-    Flag("model", "NAME", "Function that builds the model: package.module:function."),
-]
+TRAINED = [*flags_of(TrainOptions), Flag("model", "NAME", "Function that builds the model: package.module:function.")]
 PREDICTED = [
     Flag("output", "FILE", "File for the predictions, .npy or .csv (default: predictions.npy)."),
     Flag("probabilities", "", "Write the probabilities of all classes, not the likeliest class.", bool),
     Flag("device", "NAME", "cpu, cuda or cuda:1 (default: as the plan)."),
 ]
+_OVER = "Values to compare, such as microbatch=1..64, segments=1,4,16 or seq=1000..64000*2. Repeat it for more names."
 TABLE = [
-    Flag(
-        "over",
-        "NAME=VALUES",
-        "Values to compare, such as microbatch=1..64, segments=1,4,16 or seq=1000..64000*2. Repeat it for more names.",
-        many=True,
-    ),
+    Flag("over", "NAME=VALUES", _OVER, many=True),
     Flag("plan", "FILE", "Take model, device, budget and measurements from a plan."),
     Flag("ledger", "DIR", "Take measurements from a ledger."),
 ]
@@ -166,11 +152,7 @@ LEDGER = Flag("ledger", "DIR", "Add the record to the ledger in this directory."
 
 @cache
 def docs_of(struct: Struct) -> dict[str, str]:
-    """The docstrings of the fields of a struct. They are read from its source, since Python does not keep them.
-
-    >>> docs_of(Candidate)["workers"]
-    'Processes that load data.'
-    """
+    """The docstrings of the fields of a struct. They are read from its source, since Python does not keep them."""
     tree = ast.parse(Path(inspect.getfile(struct)).read_text(encoding="utf-8"))
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == struct.__name__)
     return {

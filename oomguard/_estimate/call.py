@@ -21,12 +21,13 @@ GATES = {"rnn": 1, "gru": 3, "lstm": 4}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call of the recurrent kernel. Counts may be NumPy arrays; widths of the model are ints."""
+    """One call of the recurrent kernel. Counts may be NumPy arrays; widths of the model are ints.
+
+    `hidden` and `projection` are sizes of one direction.
+    """
 
     cell: str
-    """`rnn`, `lstm` or `gru`."""
     steps: Count
-    """Time steps of the call."""
     rows: Count
     """Sequences in the call (the microbatch)."""
     tokens: Count
@@ -34,17 +35,12 @@ class Call:
     inputs: int
     """Features that the first layer reads."""
     hidden: int
-    """Hidden size of one direction."""
     projection: int | None = None
-    """Size of the projected output (LSTM only)."""
     layers: int = 1
     """Layers inside this one call."""
     directions: int = 1
-    """1, or 2 when bidirectional."""
     element_bytes: Count = 4
-    """4 for fp32, 2 for fp16 and bf16."""
     packed: bool = False
-    """Whether the sequence is packed."""
     input_gradient: bool = False
     """Whether anything below wants the gradient of the input."""
 

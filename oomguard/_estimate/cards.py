@@ -39,48 +39,25 @@ _NOISE = re.compile(r"nvidia|geforce|tesla|gpu|generation|edition|workstation|se
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
-    """One card. Its figures are checked when it is made.
-
-    >>> v100 = card("Tesla V100-SXM2-16GB")
-    >>> v100.name, v100.sms, v100.precisions, v100.usable_bytes / v100.memory_bytes > 0.95
-    ('v100-16gb', 80, ('fp32', 'fp16'), True)
-    """
+    """One card. cards.toml explains its fields."""
 
     name: str
-    """Key, lower case with dashes: `a100-80gb`."""
     memory_bytes: int
-    """Memory as it is sold, read as GiB. CUDA shows less: `usable_bytes`."""
+    """Memory as it is sold. CUDA shows less: `usable_bytes`."""
     compute_capability: tuple[int, int]
-    """Major and minor: (8, 0) is sm 8.0."""
     sms: int
     """Streaming multiprocessors. cuDNN's choice of algorithm depends on them."""
     sms_seen: bool
-    """CUDA was seen to report this count on such a card; otherwise it is NVIDIA's documents' word only."""
     inline_ecc: bool
-    """ECC is on by default and lives in the card's own memory."""
     shared_memory: bool
-    """The memory is the host's RAM too (Jetson, DGX Spark): the host's processes take from the same bytes."""
     seen_bytes: int | None
-    """Least `total_memory` that was published for it; None if none was found."""
     seen_lately: bool
-    """`seen_bytes` is of a driver of late 2024 or newer (they keep 130 to 200 MiB more), or no newer figure is less."""
     source: str
-    """The source of the figures."""
-
-    def __post_init__(self) -> None:
-        if min(self.memory_bytes, self.sms, self.seen_bytes or 1) < 1 or (self.seen_bytes or 0) >= self.memory_bytes:
-            raise MisuseError(
-                rule="A card's numbers must be positive and CUDA shows less than its memory",
-                got=f"got {self}",
-                advice="Correct its line.",
-            )
 
     @property
     def usable_bytes(self) -> int:
         """The total memory that CUDA shows: the published figure if it is recent, else `least_bytes`."""
-        if self.seen_bytes is not None and self.seen_lately:
-            return self.seen_bytes
-        return self.least_bytes
+        return self.seen_bytes if self.seen_bytes is not None and self.seen_lately else self.least_bytes
 
     @property
     def least_bytes(self) -> int:
@@ -100,11 +77,6 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     def cublas_workspace_bytes(self) -> int:
         """Workspace of one (cuBLAS handle, stream), unless CUBLAS_WORKSPACE_CONFIG says otherwise."""
         return CUBLAS_WORKSPACE_HOPPER_BYTES if self.compute_capability[0] >= 9 else CUBLAS_WORKSPACE_BYTES
-
-    @property
-    def precisions(self) -> tuple[str, ...]:
-        """The precisions that the card trains in, `fp32` first."""
-        return card_precisions(self.compute_capability)
 
 
 def card_precisions(capability: tuple[int, int]) -> tuple[str, ...]:
@@ -187,11 +159,7 @@ def card(name: str) -> Card:
 
 
 def _normal(name: str) -> str:
-    """Lower case with dashes, without the words that say nothing.
-
-    >>> _normal("NVIDIA GeForce RTX 3060 Laptop GPU"), _normal("rtx3080Ti"), _normal("RTX A6000")
-    ('rtx-3060-laptop', 'rtx-3080-ti', 'rtx-a6000')
-    """
+    """Lower case with dashes, without the words that say nothing: `rtx-3080-ti`."""
     text = re.sub(r"[^a-z0-9]+", "-", name.lower().replace("mobile", "laptop").replace("tisuper", "ti-super"))
     text = re.sub(r"(?<![a-z])(rtx|gtx)(?=a?\d)", r"\1-", text)
     text = re.sub(r"(?<=\d)-?(ti|super)(?=-|$)", r"-\1", text)

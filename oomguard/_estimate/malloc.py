@@ -19,24 +19,21 @@ back what it can; `pooled` has all that a step of PyTorch's own kernels needs in
 `roomy` as much as glibc can be told to. `plain`: glibc raises its threshold to what was freed, up to that
 (DEFAULT_MMAP_THRESHOLD_MAX, malloc.c, glibc 2.36)."""
 
-ENVIRONMENT: dict[str, dict[str, str]] = {
-    "plain": {},
-    "steady": {
-        "MALLOC_MMAP_THRESHOLD_": str(THRESHOLD_BYTES["steady"]),
-        "MALLOC_TRIM_THRESHOLD_": str(THRESHOLD_BYTES["steady"]),
-        "MALLOC_TOP_PAD_": "0",
+
+def _fixed(setting: str, trim_bytes: int) -> dict[str, str]:
+    return {
+        "MALLOC_MMAP_THRESHOLD_": str(THRESHOLD_BYTES[setting]),
+        "MALLOC_TRIM_THRESHOLD_": str(trim_bytes),
         "MALLOC_ARENA_MAX": "1",
         "MALLOC_MMAP_MAX_": "30000",
-    },
-    **{
-        name: {
-            "MALLOC_MMAP_THRESHOLD_": str(THRESHOLD_BYTES[name]),
-            "MALLOC_TRIM_THRESHOLD_": str(1 << 50),
-            "MALLOC_ARENA_MAX": "1",
-            "MALLOC_MMAP_MAX_": "30000",
-        }
-        for name in ("pooled", "roomy")
-    },
+    }
+
+
+ENVIRONMENT: dict[str, dict[str, str]] = {
+    "plain": {},
+    "steady": _fixed("steady", THRESHOLD_BYTES["steady"]) | {"MALLOC_TOP_PAD_": "0"},
+    "pooled": _fixed("pooled", 1 << 50),
+    "roomy": _fixed("roomy", 1 << 50),
 }
 """Environment variables of a process, by allocator setting. A fixed threshold stops glibc from raising its own
 (mallopt(3)); 30,000 mappings are less than half of what Linux allows a process (vm.max_map_count = 65,530)."""

@@ -1,7 +1,7 @@
 """The moments of a step, each with the bytes in use by term. The peak is the largest of them."""
 
 from oomguard._estimate import terms
-from oomguard._estimate.call import Count, Flag, Knobs, maximum, where
+from oomguard._estimate.call import Count, Flag, maximum, where
 from oomguard._estimate.engines import cudnn
 from oomguard._estimate.passes import (
     Pass,
@@ -13,7 +13,6 @@ from oomguard._estimate.passes import (
     stays_on_host,
 )
 from oomguard._estimate.target import CUBLAS_HANDLES
-from oomguard._spec.spec import Spec
 
 TERMS = ("runtime", "weights", "gradients", "optimizer", "activations", "workspace", "logits", "input", "loader")
 MATH_BUFFER_BYTES = 3_400_000
@@ -28,20 +27,25 @@ def training_moments(step: Pass, kept: Pass) -> Moments:
 
     `kept` is the pass whose activations live at once: the same piece, or the whole sequence if nothing is recomputed.
     """
-    standing = _standing(step)
+    standing = _standing(step) | {"gradients": where(_held(step), _all_gradients(step), 0)}
     layers = range(step.first_trained, len(step.calls))
-    found: Moments = {"forward": standing | _forward(step, kept)}
+    found: Moments = {"forward": _plus(standing, _forward(step, kept))}
     if step.first_trained:
-        found["forward of the frozen layers"] = standing | _frozen(step)
-    found["loss"] = standing | _loss(step, kept)
-    found["backward of the head"] = standing | _head(step, kept)
+        found["forward of the frozen layers"] = _plus(standing, _frozen(step))
+    found["loss"] = _plus(standing, _loss(step, kept))
+    found["backward of the head"] = _plus(standing, _head(step, kept))
     # between the second and the last layer every figure is linear in the layer: the ends tell the peak
     for layer in sorted({index for index in (layers.start, layers.start + 1, layers.stop - 1) if index in layers}):
-        found[f"backward of {_name(step, layer)}"] = standing | _backward(step, kept, layer)
+        found[f"backward of {_name(step, layer)}"] = _plus(standing, _backward(step, kept, layer))
     if step.spec.vocab is not None and "embedding" not in step.spec.frozen:
-        found["backward of the embedding"] = standing | _embedding(step)
-    found["optimizer"] = standing | _optimizer(step)
+        found["backward of the embedding"] = _plus(standing, _embedding(step))
+    found["optimizer"] = _plus(standing | {"input": 0}, _optimizer(step))  # the microbatch is gone
     return found
+
+
+def _plus(standing: Terms, more: Terms) -> Terms:
+    """Add the bytes of one moment to those in use at every moment."""
+    return standing | {term: standing[term] + size for term, size in more.items()}
 
 
 def _name(step: Pass, index: int) -> str:
@@ -60,13 +64,10 @@ def evaluation_moments(step: Pass) -> Moments:
     found: Moments = {}
     for index in sorted({0, len(step.calls) - 1}):
         reads = entry_bytes(step) if index == 0 else step.element_bytes * step.tokens * step.calls[index].inputs
-        workspace = _libraries(step) + step.footprints[index].inference
-        found[f"forward of {_name(step, index)}"] = standing | {
-            "activations": reads + step.width_bytes,
-            "workspace": workspace,
-        }
+        more = {"activations": reads + step.width_bytes, "workspace": step.footprints[index].inference}
+        found[f"forward of {_name(step, index)}"] = _plus(standing, more)
     logits = 8 * _predictions(step) * step.spec.classes
-    found["loss"] = standing | {"activations": step.width_bytes, "logits": logits}
+    found["loss"] = _plus(standing, {"activations": step.width_bytes, "logits": logits})
     return found
 
 
@@ -78,12 +79,12 @@ def _standing(step: Pass) -> Terms:
         "weights": terms.weights_bytes(spec) + _cast_bytes(step),
         "optimizer": 0 if candidate.offload and target.cuda else terms.optimizer_bytes(spec, candidate),
         "workspace": _libraries(step),
-        "input": input_bytes(step),
+        "input": _input_bytes(step),
         "loader": 0 if target.cuda else terms.loader_bytes(spec, candidate, pinned=False),
     }
 
 
-def input_bytes(step: Pass) -> Count:
+def _input_bytes(step: Pass) -> Count:
     """The microbatch, or only the piece of it that has come over."""
     whole = terms.input_bytes(step.spec, step.candidate)
     return -(-whole // step.pieces) if stays_on_host(step) else whole
@@ -111,8 +112,8 @@ def _held(step: Pass) -> Flag:
     return (step.candidate.accumulation > 1) | (step.pieces > 1)
 
 
-def _all_gradients(spec: Spec) -> int:
-    return sum(terms.gradients_bytes(spec).values()) + terms.sparse_gradient_bytes(spec)
+def _all_gradients(step: Pass) -> int:
+    return sum(terms.gradients_bytes(step.spec).values()) + terms.sparse_gradient_bytes(step.spec)
 
 
 def _heap_bytes(kept: Pass) -> Count:
@@ -157,22 +158,15 @@ def _recast_bytes(step: Pass) -> int:
 
 def _forward(step: Pass, kept: Pass) -> Terms:
     """The last call's forward: everything kept, and what it needs while it runs."""
-    gradients = where(_held(step), _all_gradients(step.spec), 0)
-    workspace = _libraries(step) + step.footprints[-1].forward
-    return {"gradients": gradients, "activations": _all_activations(step, kept), "workspace": workspace}
+    return {"activations": _all_activations(step, kept), "workspace": step.footprints[-1].forward}
 
 
 def _frozen(step: Pass) -> Terms:
     """Forward of the frozen layers below all trained ones: they keep nothing, but in training mode they fill their
     buffers; each reads one output and makes the next."""
-    of_parts = _all_gradients(step.spec)
     below = step.footprints[: step.first_trained]
     busiest = maximum(*(maximum(footprint.kept + footprint.forward, footprint.inference) for footprint in below))
-    return {
-        "gradients": where(_held(step), of_parts, 0),
-        "activations": _borders(step) + entry_bytes(step) + 2 * step.width_bytes,
-        "workspace": _libraries(step) + busiest,
-    }
+    return {"activations": _borders(step) + entry_bytes(step) + 2 * step.width_bytes, "workspace": busiest}
 
 
 def _predictions(step: Pass) -> Count:
@@ -181,18 +175,15 @@ def _predictions(step: Pass) -> Count:
 
 def _loss(step: Pass, kept: Pass) -> Terms:
     """The loss: everything kept, the outputs and the loss's own buffers."""
-    gradients = where(_held(step), _all_gradients(step.spec), 0)
     logits, _ = terms.logits_bytes(step.spec, _predictions(step), step.element_bytes)
-    return {"gradients": gradients, "activations": _all_activations(step, kept), "logits": logits}
+    return {"activations": _all_activations(step, kept), "logits": logits}
 
 
 def _head(step: Pass, kept: Pass) -> Terms:
     """The head's backward: the gradients of the outputs, of its weights and of the last layer's output."""
-    of_parts = terms.gradients_bytes(step.spec)
-    head = of_parts["embedding"] if step.spec.tied else of_parts["head"]
     _, logits = terms.logits_bytes(step.spec, _predictions(step), step.element_bytes)
     return {
-        "gradients": head + where(_held(step), _all_gradients(step.spec), 0),
+        "gradients": terms.gradients_bytes(step.spec)["embedding" if step.spec.tied else "head"],
         "activations": _all_activations(step, kept) + step.width_bytes,
         "logits": logits,
     }
@@ -204,45 +195,38 @@ def _backward(step: Pass, kept: Pass, index: int) -> Terms:
     above = sum(of_parts[f"layer{i}"] for i in range(index + 1, len(step.calls))) + of_parts["head"]
     if step.spec.tied:
         above += of_parts["embedding"]
-    frozen = f"layer{index}" in step.spec.frozen
-    new = 0 if frozen else step.footprints[index].weight_gradients
+    new = 0 if f"layer{index}" in step.spec.frozen else step.footprints[index].weight_gradients
     copies: Count = 0
     if step.engine == "onednn" and index == len(step.calls) - 1 and not step.spec.bidirectional:
         copies = layout_copies(step)  # of the gradient; two directions copy their halves anyway
     return {
-        "gradients": new + where(_held(step), _all_gradients(step.spec), above),
+        "gradients": new + where(_held(step), 0, above),
         "activations": _activations(kept, index) + _gathered(step, kept) + step.width_bytes * (1 + copies),
-        "workspace": _libraries(step) + step.footprints[index].backward,
+        "workspace": step.footprints[index].backward,
     }
 
 
 def _embedding(step: Pass) -> Terms:
     """Backward of the embedding: the gradient of its output, and a gradient as large as itself (or sparse rows)."""
-    spec = step.spec
-    of_parts = terms.gradients_bytes(spec)
-    rows = 4 * step.tokens * spec.inputs  # autocast leaves embeddings in fp32
-    again = of_parts["embedding"] * (2 if spec.tied else 1)
+    embedding = terms.gradients_bytes(step.spec)["embedding"]
+    rows = 4 * step.tokens * step.spec.inputs  # autocast leaves embeddings in fp32
+    again = embedding * (2 if step.spec.tied else 1)
     return {
-        "gradients": _all_gradients(spec) + where(_held(step), again, again - of_parts["embedding"]),
+        "gradients": again + where(_held(step), 0, _all_gradients(step) - embedding),
         "activations": rows + _heap_bytes(step),
-        "workspace": _libraries(step),
     }
 
 
 def _optimizer(step: Pass) -> Terms:
-    """The update: all gradients and the optimizer's temporary copies; the microbatch is gone."""
+    """The update: all gradients and the optimizer's temporary copies."""
     spec, candidate = step.spec, step.candidate
+    visiting = 0
+    if candidate.offload:  # the state comes to the card parameter by parameter: room for the largest, in and out
+        largest = max(terms.elements([shape]) for shape in terms.trained(spec))
+        visiting = 2 * terms.STATES_PER_WEIGHT.get(spec.optimizer, 1) * 4 * largest
+    coalesced = terms.sparse_gradient_bytes(spec)  # coalescing copies a sparse gradient
     return {
-        "gradients": _all_gradients(spec) + terms.sparse_gradient_bytes(spec),  # coalescing copies a sparse one
+        "gradients": coalesced + where(_held(step), 0, _all_gradients(step)),
         "activations": _heap_bytes(step),
-        "workspace": _libraries(step) + terms.update_bytes(spec, candidate) + _visiting(spec, candidate),
-        "input": 0,
+        "workspace": terms.update_bytes(spec, candidate) + visiting,
     }
-
-
-def _visiting(spec: Spec, candidate: Knobs) -> int:
-    """An offloaded state comes to the card parameter by parameter: room for the largest, in and out."""
-    if not candidate.offload:
-        return 0
-    largest = max(terms.elements([shape]) for shape in terms.trained(spec))
-    return 2 * terms.STATES_PER_WEIGHT.get(spec.optimizer, 1) * 4 * largest

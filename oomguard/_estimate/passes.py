@@ -15,7 +15,7 @@ MARK_BYTES = 5056
 """The state of the CPU's random numbers, kept at every border if there is dropout (a Mersenne twister, torch 2.13)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Pass:
     """A pass over one piece of the sequence: the whole sequence, a segment or a window."""
 
@@ -23,7 +23,6 @@ class Pass:
     candidate: Knobs
     target: Target
     engine: str
-    """The kernel that runs the cell."""
     calls: tuple[Call, ...]
     """The recurrent calls, first layer first."""
     footprints: tuple[Footprint, ...]
@@ -34,9 +33,9 @@ class Pass:
     """Number of pieces of the sequence."""
 
     @property
-    def element_bytes(self) -> int:
+    def element_bytes(self) -> Count:
         """Bytes of one element that the layers compute."""
-        return element_bytes(self.candidate, self.target)
+        return self.calls[0].element_bytes
 
     @property
     def width_bytes(self) -> Count:
@@ -46,7 +45,7 @@ class Pass:
     @property
     def by_layer(self) -> bool:
         """Whether a bidirectional model runs in pieces: each direction of each layer alone, on whole outputs."""
-        return self.spec.bidirectional and _in_pieces(self.candidate)
+        return self.calls[0].directions < self.spec.directions
 
     @property
     def first_trained(self) -> int:
@@ -55,19 +54,6 @@ class Pass:
             return 0
         frozen = [f"layer{i}" in self.spec.frozen for i in range(len(self.calls))]
         return frozen.index(False) if False in frozen else len(self.calls)
-
-
-def element_bytes(candidate: Knobs, target: Target) -> int:
-    """4 for fp32, 2 for fp16 and bf16 on CUDA.
-
-    On the CPU half precision is not measured (many CPUs refuse it): it counts like fp32, since casts come on top.
-    """
-    return 4 if candidate.precision == "fp32" or not target.cuda else 2
-
-
-def _in_pieces(candidate: Knobs) -> bool:
-    several = candidate.segments > 1
-    return candidate.window is not None or bool(several if isinstance(several, bool) else several.any())
 
 
 def piece_steps(spec: Spec, candidate: Knobs) -> Count:
@@ -83,18 +69,18 @@ def make_pass(spec: Spec, candidate: Knobs, target: Target, *, steps: Count) -> 
     tokens = steps * candidate.microbatch
     if target.cuda:  # the CPU computes the padding too, which is faster (model.py)
         tokens = minimum(tokens, terms.longest_tokens(spec, candidate.microbatch))
-    calls = _calls(spec, candidate, target, steps, tokens)
+    calls = _calls(spec, candidate, target, engine, steps, tokens)
     footprints = tuple(_footprint(call, spec, candidate, target, engine) for call in calls)
-    return Pass(
-        spec=spec, candidate=candidate, target=target, engine=engine, calls=calls, footprints=footprints,
-        tokens=tokens, pieces=-(-spec.steps // steps),
-    )  # fmt: skip
+    return Pass(spec, candidate, target, engine, calls, footprints, tokens, pieces=-(-spec.steps // steps))
 
 
-def _calls(spec: Spec, candidate: Knobs, target: Target, steps: Count, tokens: Count) -> tuple[Call, ...]:
-    """One call for all layers where cuDNN can; otherwise one for each layer."""
-    by_direction = spec.bidirectional and _in_pieces(candidate)
-    together = spec.one_call and not by_direction and engine_for(spec, candidate, target) == "cudnn"
+def _calls(spec: Spec, candidate: Knobs, target: Target, engine: str, steps: Count, tokens: Count) -> tuple[Call, ...]:
+    """One call for all layers where cuDNN can; otherwise one for each layer.
+
+    On the CPU half precision is not measured (many CPUs refuse it): it counts like fp32, since casts come on top.
+    """
+    by_direction = spec.bidirectional and (candidate.window is not None or bool(np.any(candidate.segments > 1)))
+    together = spec.one_call and not by_direction and engine == "cudnn"
     layers = spec.layers if together else 1
     return tuple(
         Call(
@@ -107,7 +93,7 @@ def _calls(spec: Spec, candidate: Knobs, target: Target, steps: Count, tokens: C
             projection=spec.projection,
             layers=layers,
             directions=1 if by_direction else spec.directions,
-            element_bytes=element_bytes(candidate, target),
+            element_bytes=4 if candidate.precision == "fp32" or not target.cuda else 2,
             packed=spec.packs and target.cuda,
             input_gradient=i > 0 or (spec.vocab is not None and "embedding" not in spec.frozen),
         )
@@ -117,9 +103,7 @@ def _calls(spec: Spec, candidate: Knobs, target: Target, steps: Count, tokens: C
 
 def _footprint(call: Call, spec: Spec, candidate: Knobs, target: Target, engine: str) -> Footprint:
     if engine == "cudnn":
-        assert target.platform is not None  # a card has one
-        half = candidate.precision == "fp16"
-        return cudnn.footprint(call, target.platform, half=half, batch_first=spec.batch_first)
+        return cudnn.footprint(call, target, half=candidate.precision == "fp16", batch_first=spec.batch_first)
     if engine == "onednn":
         return onednn.footprint(call)
     return native.footprint(call, allocator="cuda" if target.cuda else setting_of(candidate.allocator))
@@ -190,8 +174,9 @@ def borders_kept(pieces: Count, levels: Count) -> Count:
     two = _group(pieces, 2)
     three = _group(pieces, 3)
     within = _group(three, 2)
-    kept_two = _groups(pieces, two) + two - 2
-    kept_three = _groups(pieces, three) + _groups(three, within) + within - 3
+    kept_two = -(-pieces // two) + two - 2
+    groups: Count = -(-three // within)
+    kept_three = -(-pieces // three) + groups + within - 3
     return where(levels == 1, pieces - 1, where(levels == 2, kept_two, kept_three))
 
 
@@ -199,10 +184,6 @@ def _group(pieces: Count, levels: int) -> Count:
     """Pieces of one group on the highest of so many levels."""
     size = np.ceil(np.power(np.asarray(pieces, dtype=np.float64), 1 - 1 / levels)).astype(np.int64)
     return size if isinstance(pieces, np.ndarray) else int(size)
-
-
-def _groups(pieces: Count, size: Count) -> Count:
-    return -(-pieces // size)
 
 
 def by_layer_bytes(step: Pass) -> Count:

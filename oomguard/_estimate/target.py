@@ -8,7 +8,6 @@ from oomguard._core.errors import MisuseError
 from oomguard._core.units import MIB
 from oomguard._estimate.call import Knobs
 from oomguard._estimate.cards import Card, card_precisions
-from oomguard._estimate.engines.cudnn import Platform
 from oomguard._spec.spec import Spec
 
 CPU_RUNTIME_BYTES = 318 * MIB
@@ -36,13 +35,6 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The card's compute capability."""
     multiprocessors: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """The card's number of multiprocessors."""
-
-    @property
-    def platform(self) -> Platform | None:
-        """The facts about the card that decide on cuDNN's algorithm; None on the CPU."""
-        if self.capability is None or self.multiprocessors is None:
-            return None
-        return Platform(capability=self.capability, multiprocessors=self.multiprocessors)
 
     @property
     def card_precisions(self) -> tuple[str, ...]:

@@ -9,11 +9,9 @@ import math
 import numpy as np
 
 from oomguard._estimate.call import GATES, Count, Ints, Knobs
-from oomguard._spec.spec import Spec
+from oomguard._spec.spec import MAX_BATCH, Spec
 
 Shape = tuple[int, ...]
-MAX_BATCH = 1 << 20
-"""Sequences that a microbatch can have at most: more of one length make no difference."""
 SCALER_BYTES = 3 * 512
 """GradScaler's scale, growth counter and found_inf, a block each; it unscales gradients in place, without copies."""
 QUANTILE_BLOCK = 256  # elements per scale of an 8-bit state: bitsandbytes 0.45, blockwise quantisation
@@ -131,7 +129,7 @@ def longest_tokens(spec: Spec, microbatch: Count) -> Count:
     if not (spec.packs and spec.lengths):
         return spec.steps * microbatch
     lengths = np.array(sorted(spec.lengths, reverse=True))
-    counts = np.array([min(spec.lengths[int(length)], MAX_BATCH) for length in lengths])
+    counts = np.array([min(spec.lengths[int(length)], MAX_BATCH) for length in lengths])  # more make no difference
     sequences, tokens = np.cumsum(counts), np.cumsum(counts * lengths)
     rank = np.minimum(np.searchsorted(sequences, microbatch), len(lengths) - 1)
     missing = sequences[rank] - microbatch  # negative if there are not so many: then the shortest are repeated
@@ -161,11 +159,7 @@ def loader_bytes(spec: Spec, candidate: Knobs, *, pinned: bool) -> Count:
 
 
 def power_of_two(size: Count) -> Count:
-    """The next power of two.
-
-    >>> power_of_two(1000), power_of_two(1024)
-    (1024, 1024)
-    """
+    """The next power of two; a power of two stays."""
     if isinstance(size, np.ndarray):
         mantissa, exponent = np.frexp(size.astype(np.float64))
         exponents: Ints = (exponent - (mantissa == 0.5)).astype(np.int64)

@@ -15,8 +15,7 @@ import numpy as np
 
 from oomguard._core.errors import MisuseError, flag
 from oomguard._core.units import format_bytes
-from oomguard._estimate.batch import estimate_batch
-from oomguard._estimate.breakdown import Estimate, estimate_step, margin_bytes
+from oomguard._estimate.breakdown import Estimate, estimate_batch, estimate_step, margin_bytes
 from oomguard._estimate.engines import cudnn
 from oomguard._estimate.malloc import setting_of
 from oomguard._estimate.passes import make_pass, piece_steps
@@ -187,11 +186,10 @@ def _small_hidden(case: Case, hidden: int, *, backward: bool) -> bool:
         spec = msgspec.structs.replace(case.spec, hidden=hidden)
     except MisuseError:
         return False
-    if case.estimate.engine != "cudnn" or case.target.platform is None:
+    if case.estimate.engine != "cudnn":
         return False
     call = make_pass(spec, case.candidate, case.target, steps=piece_steps(spec, case.candidate)).calls[0]
-    chosen = cudnn.algorithm(call, case.target.platform, half=False, backward=backward)
-    return bool(chosen == cudnn.Algorithm.PERSIST_STATIC_SMALL_H)
+    return bool(cudnn.is_persistent(call, case.target, half=False, backward=backward))
 
 
 def _cliff(case: Case) -> Iterator[Change]:

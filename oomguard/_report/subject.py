@@ -16,7 +16,7 @@ from oomguard._core.units import read_budget
 from oomguard._device.cpu import cpu_precisions
 from oomguard._device.find import find_budget, find_target
 from oomguard._estimate import cards
-from oomguard._estimate.batch import estimate_batch
+from oomguard._estimate.breakdown import estimate_batch
 from oomguard._estimate.moments import TERMS
 from oomguard._estimate.target import Target
 from oomguard._plan.store import load_plan

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oomguard._core.units import MIB
-from oomguard._estimate.batch import estimate_batch
-from oomguard._estimate.breakdown import Estimate
+from oomguard._estimate.breakdown import Estimate, estimate_batch
 from oomguard._estimate.malloc import setting_of
 from oomguard._estimate.target import Target
 from oomguard._predict.calibration import Calibration, Kind, Predictions, heap_setting, kinds_of, same_model

@@ -203,17 +203,13 @@ def check_candidate(spec: Spec, candidate: "Candidate | Candidates") -> None:
     stored, nested = ~columns["recompute"].astype(bool), columns["levels"] > 1
     window = not is_none(columns["window"]).all()
     if spec.bidirectional and (window or (stored & (columns["segments"] > 1)).any()):
-        raise MisuseError(
-            rule="The segments of a bidirectional model are recomputed, and it has no windows",
-            got=f"got {'--window' if window else '--no-recompute'} with --bidirectional",
-            advice="Give --segments alone, or train one direction.",
-        )
+        rule = "The segments of a bidirectional model are recomputed, and it has no windows"
+        got = f"got {'--window' if window else '--no-recompute'} with --bidirectional"
+        raise MisuseError(rule=rule, got=got, advice="Give --segments alone, or train one direction.")
     if (nested & stored).any() or (spec.bidirectional and nested.any()):
-        raise MisuseError(
-            rule="--levels is for segments of one direction that are recomputed",
-            got=f"got it with {'--bidirectional' if spec.bidirectional else '--no-recompute'}",
-            advice="Leave --levels out.",
-        )
+        rule = "--levels is for segments of one direction that are recomputed"
+        got = f"got it with {'--bidirectional' if spec.bidirectional else '--no-recompute'}"
+        raise MisuseError(rule=rule, got=got, advice="Leave --levels out.")
 
 
 class Candidates:
@@ -244,11 +240,8 @@ class Candidates:
             )
         both = ~is_none(self.window) & np.greater(self.segments, 1)
         if both.any():
-            raise MisuseError(
-                rule="A candidate has either segments or a window",
-                got=f"candidate {int(both.argmax()):,} has both",
-                advice="Set its segments to 1, or its window to None.",
-            )
+            rule, got = "A candidate has either segments or a window", f"candidate {int(both.argmax()):,} has both"
+            raise MisuseError(rule=rule, got=got, advice="Set its segments to 1, or its window to None.")
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"candidates cannot be changed: {name}")
@@ -270,10 +263,7 @@ class Candidates:
         return max((len(value) for value in self.arrays.values()), default=1)
 
     def __getitem__(self, index: int) -> Candidate:
-        knobs = self.knobs
-        for name, values in self.arrays.items():
-            value = values[index]
-            knobs[name] = value.item() if isinstance(value, np.generic) else value
+        knobs = self.knobs | {name: values.item(index) for name, values in self.arrays.items()}
         if knobs["accumulation"] is None:
             del knobs["accumulation"]
         return Candidate(**knobs)

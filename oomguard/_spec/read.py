@@ -19,11 +19,7 @@ PRESETS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("presets.toml")
 
 
 def preset_fields(name: str) -> dict[str, Any]:
-    """The fields of a preset.
-
-    >>> preset_fields("char-lm")["vocab"]
-    256
-    """
+    """The fields of a preset."""
     check_choice("preset", name, PRESETS)
     return {**PRESETS[name]["spec"]}
 
@@ -72,11 +68,7 @@ def load_fields(path: Path) -> dict[str, Any]:
 
 
 def read_spec(spec: Spec | None, fields: dict[str, Any]) -> Spec:
-    """A spec, given as such or by its fields.
-
-    >>> read_spec(None, {"cell": "gru", "seq": 9}).seq
-    9
-    """
+    """A spec, given as such or by its fields."""
     check_names("argument", fields, [*Spec.__struct_fields__, *KNOBS])
     if spec is None:
         return make_spec(fields)
@@ -92,11 +84,7 @@ def read_spec(spec: Spec | None, fields: dict[str, Any]) -> Spec:
 def read_candidate(
     spec: Spec, candidate: Candidate | Candidates | None, knobs: dict[str, Any]
 ) -> Candidate | Candidates:
-    """One candidate or several, given as such or by knobs (arrays mean several). By default the batch is one pass.
-
-    >>> read_candidate(Spec(cell="gru", seq=9, batch=4), None, {"microbatch": 2}).accumulation
-    2
-    """
+    """One candidate or several, given as such or by knobs (arrays mean several). By default the batch is one pass."""
     if candidate is None:
         if any(isinstance(value, np.ndarray | list | tuple) for value in knobs.values()):
             return serve(spec, Candidates(**{"microbatch": spec.batch} | knobs))

@@ -98,14 +98,9 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 msgspec.structs.force_setattr(self, name, value)
-        if self.vocab is not None and self.features is not None:
-            rule = "The input is either features or a vocabulary"
-            raise conflict(rule, f"--features {self.features}", f"--vocab {self.vocab}")
-        if self.sparse_embedding and self.tied:
-            raise conflict("Tied weights have a dense gradient", "--tied", "--sparse-embedding")
-        for broken, rule, got, advice in (*_data_rules(self), *_cell_rules(self), *_frozen_rules(self)):
-            if broken:
-                raise MisuseError(rule=rule, got=got, advice=advice)
+        _check_data(self)
+        _check_cell(self)
+        _check_frozen(self)
 
     @property
     def steps(self) -> int:
@@ -180,104 +175,65 @@ def _check_values(spec: Spec) -> None:
         check_whole("a length in --lengths", length, 1, MAX_SEQ, optional=False)
         check_whole("a count in --lengths", count, 1, 1 << 40, optional=False)
     if spec.seq is None and spec.lengths is None:
-        raise MisuseError(
-            rule="A spec needs the length of its sequences",
-            got="neither --seq nor --lengths was given",
-            advice="Give --seq 10000, or a histogram of lengths.",
-        )
+        rule, got = "A spec needs the length of its sequences", "neither --seq nor --lengths was given"
+        raise MisuseError(rule=rule, got=got, advice="Give --seq 10000, or a histogram of lengths.")
     if spec.seq is not None and spec.lengths and spec.seq < max(spec.lengths):
-        raise MisuseError(
-            rule="--seq must not be shorter than the longest of --lengths",
-            got=f"got {shown(spec.seq)} and {shown(max(spec.lengths))}",
-            advice="Leave --seq out, or cut the data.",
-        )
+        rule = "--seq must not be shorter than the longest of --lengths"
+        got = f"got {shown(spec.seq)} and {shown(max(spec.lengths))}"
+        raise MisuseError(rule=rule, got=got, advice="Leave --seq out, or cut the data.")
 
 
-Rule = tuple[bool, str, str, str]
-"""A rule about several fields: whether it is broken, the rule, what was given, what to do."""
-
-
-def _data_rules(spec: Spec) -> list[Rule]:
-    """Rules about inputs, outputs and sizes."""
-    elements = spec.steps * spec.batch * _width(spec)
+def _check_data(spec: Spec) -> None:
+    """Check the inputs, the outputs and the sizes."""
+    if spec.vocab is not None and spec.features is not None:
+        rule = "The input is either features or a vocabulary"
+        raise conflict(rule, f"--features {spec.features}", f"--vocab {spec.vocab}")
+    if spec.sparse_embedding and spec.tied:
+        raise conflict("Tied weights have a dense gradient", "--tied", "--sparse-embedding")
     needs_vocab = [flag(name) for name in ("embedding", "sparse_embedding", "tied") if getattr(spec, name)]
-    return [
-        (
-            spec.vocab is None and bool(needs_vocab),
-            f"{needs_vocab[0] if needs_vocab else ''} needs a vocabulary",
-            "there is no --vocab",
-            f"Add --vocab, or leave {' and '.join(needs_vocab)} out.",
-        ),
-        (
-            spec.sparse_embedding and spec.optimizer not in SPARSE_OPTIMIZERS,
-            f"A sparse gradient needs one of the optimizers {', '.join(SPARSE_OPTIMIZERS)}",
-            f"got --optimizer {spec.optimizer}",
-            "Change --optimizer, or leave --sparse-embedding out.",
-        ),
-        (
-            spec.tied and (spec.outputs != spec.vocab or spec.embedding != spec.width),
-            "--tied needs as many outputs as tokens, and an embedding as wide as the last layer's output",
-            f"got vocab {spec.vocab}, outputs {spec.outputs}, embedding {spec.embedding}, output {spec.width}",
-            "Set --embedding to that width, or leave --tied out.",
-        ),
-        (
-            spec.loss == "cross-entropy" and spec.outputs == 1,
-            "Cross-entropy needs at least two classes",
-            "got --outputs 1",
-            "Raise --outputs, or use --loss mse.",
-        ),
-        (
-            elements > MAX_STEP_ELEMENTS,
-            f"The widest tensor of a step must have at most {MAX_STEP_ELEMENTS:,} elements",
-            f"seq x batch x width is {elements:,}",
-            "Lower --seq, --batch or the widths.",
-        ),
-    ]
+    if spec.vocab is None and needs_vocab:
+        advice = f"Add --vocab, or leave {' and '.join(needs_vocab)} out."
+        raise MisuseError(rule=f"{needs_vocab[0]} needs a vocabulary", got="there is no --vocab", advice=advice)
+    if spec.sparse_embedding and spec.optimizer not in SPARSE_OPTIMIZERS:
+        rule = f"A sparse gradient needs one of the optimizers {', '.join(SPARSE_OPTIMIZERS)}"
+        advice = "Change --optimizer, or leave --sparse-embedding out."
+        raise MisuseError(rule=rule, got=f"got --optimizer {spec.optimizer}", advice=advice)
+    if spec.tied and (spec.outputs != spec.vocab or spec.embedding != spec.width):
+        rule = "--tied needs as many outputs as tokens, and an embedding as wide as the last layer's output"
+        got = f"got vocab {spec.vocab}, outputs {spec.outputs}, embedding {spec.embedding}, output {spec.width}"
+        raise MisuseError(rule=rule, got=got, advice="Set --embedding to that width, or leave --tied out.")
+    if spec.loss == "cross-entropy" and spec.outputs == 1:
+        rule, advice = "Cross-entropy needs at least two classes", "Raise --outputs, or use --loss mse."
+        raise MisuseError(rule=rule, got="got --outputs 1", advice=advice)
+    elements = spec.steps * spec.batch * _width(spec)
+    if elements > MAX_STEP_ELEMENTS:
+        rule = f"The widest tensor of a step must have at most {MAX_STEP_ELEMENTS:,} elements"
+        got, advice = f"seq x batch x width is {elements:,}", "Lower --seq, --batch or the widths."
+        raise MisuseError(rule=rule, got=got, advice=advice)
 
 
-def _cell_rules(spec: Spec) -> list[Rule]:
-    """Rules about fields that only some cells have."""
-    only = {"projection": ("lstm", spec.projection is not None), "nonlinearity": ("rnn", spec.nonlinearity != "tanh")}
-    return [
-        *(
-            (
-                given and spec.cell != cell,
-                f"--{name} is for --model {cell} only",
-                f"got --model {spec.cell}",
-                f"Leave --{name} out, or use --model {cell}.",
-            )
-            for name, (cell, given) in only.items()
-        ),
-        (
-            spec.projection is not None and spec.projection >= spec.hidden,
-            "--projection must be smaller than --hidden",
-            f"got {spec.projection} and {spec.hidden}",
-            "Lower --projection, or leave it out.",
-        ),
-    ]
+def _check_cell(spec: Spec) -> None:
+    """Check the fields that only some cells have."""
+    given = {"projection": spec.projection is not None, "nonlinearity": spec.nonlinearity != "tanh"}
+    for name, cell in (("projection", "lstm"), ("nonlinearity", "rnn")):
+        if given[name] and spec.cell != cell:
+            rule, advice = f"--{name} is for --model {cell} only", f"Leave --{name} out, or use --model {cell}."
+            raise MisuseError(rule=rule, got=f"got --model {spec.cell}", advice=advice)
+    if spec.projection is not None and spec.projection >= spec.hidden:
+        got, advice = f"got {spec.projection} and {spec.hidden}", "Lower --projection, or leave it out."
+        raise MisuseError(rule="--projection must be smaller than --hidden", got=got, advice=advice)
 
 
-def _frozen_rules(spec: Spec) -> list[Rule]:
-    """Rules about frozen parts."""
+def _check_frozen(spec: Spec) -> None:
+    """Check the frozen parts."""
     parts = [*(["embedding"] if spec.vocab else []), *(f"layer{i}" for i in range(spec.layers)), "head"]
-    unknown = [part for part in spec.frozen if part not in parts]
-    return [
-        (
-            bool(unknown),
-            f"--frozen must name parts of the model ({parts[0]} to {parts[-1]})",
-            f"got {shown(unknown[0])}" if unknown else "",
-            nearest(unknown[0], [*parts[:8], "head"]) if unknown else "",
-        ),
-        (
-            set(spec.frozen) >= set(parts),
-            "At least one part must be trained",
-            "all of them are in --frozen",
-            "Leave one part out of --frozen.",
-        ),
-        (
-            spec.tied and ("embedding" in spec.frozen) != ("head" in spec.frozen),
-            "Tied weights are frozen together",
-            f"got --frozen {','.join(spec.frozen)}",
-            "Name both embedding and head, or neither.",
-        ),
-    ]
+    for part in spec.frozen:
+        if part not in parts:
+            rule = f"--frozen must name parts of the model ({parts[0]} to {parts[-1]})"
+            raise MisuseError(rule=rule, got=f"got {shown(part)}", advice=nearest(part, [*parts[:8], "head"]))
+    if set(spec.frozen) >= set(parts):
+        got, advice = "all of them are in --frozen", "Leave one part out of --frozen."
+        raise MisuseError(rule="At least one part must be trained", got=got, advice=advice)
+    if spec.tied and ("embedding" in spec.frozen) != ("head" in spec.frozen):
+        got, advice = f"got --frozen {','.join(spec.frozen)}", "Name both embedding and head, or neither."
+        raise MisuseError(rule="Tied weights are frozen together", got=got, advice=advice)

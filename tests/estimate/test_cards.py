@@ -11,7 +11,7 @@ import pytest
 from oomguard._core.errors import MisuseError
 from oomguard._core.units import GIB, MIB
 from oomguard._estimate import cards
-from oomguard._estimate.cards import Card, card, names
+from oomguard._estimate.cards import Card, card, card_precisions, names
 
 CARDS = [card(name) for name in names()]
 each_card = pytest.mark.parametrize("one", CARDS, ids=lambda one: one.name)
@@ -27,7 +27,7 @@ def test_every_number_of_a_card_is_plausible(one: Card) -> None:
     assert (5, 3) <= one.compute_capability <= (12, 1)
     assert 1 <= one.sms <= 192
     assert 256 * MIB <= one.context_bytes <= 1 * GIB
-    assert "fp16" in one.precisions or "bf16" not in one.precisions
+    assert "fp16" in card_precisions(one.compute_capability) or "bf16" not in card_precisions(one.compute_capability)
 
 
 @each_card
@@ -217,20 +217,17 @@ def test_sms_and_capability_are_those_that_cuda_was_seen_to_report(
 
 
 def test_bf16_is_native_from_ampere_on() -> None:
-    assert not any("bf16" in card(name).precisions for name in ("p100", "v100", "t4", "rtx-2080-ti"))
-    assert all("bf16" in card(name).precisions for name in ("a100", "rtx-3060", "h100", "rtx-5090"))
+    def native(name: str) -> bool:
+        return "bf16" in card_precisions(card(name).compute_capability)
+
+    assert not any(map(native, ("p100", "v100", "t4", "rtx-2080-ti")))
+    assert all(map(native, ("a100", "rtx-3060", "h100", "rtx-5090")))
 
 
 def test_jetsons_share_their_memory_with_the_host_and_cards_do_not() -> None:
     shared = {one.name for one in CARDS if one.shared_memory}
     assert {one.name for one in CARDS if one.name.startswith("jetson-")} == shared - {"dgx-spark"}
     assert not card("rtx-4090").shared_memory
-
-
-def test_a_card_that_shows_more_than_it_has_is_refused() -> None:
-    kept = {field: getattr(card("t4"), field) for field in Card.__struct_fields__}
-    with pytest.raises(MisuseError, match="CUDA shows less than its memory"):
-        Card(**kept | {"seen_bytes": 17 * GIB})
 
 
 def test_importing_the_table_reads_no_line_of_it_and_no_heavy_module() -> None:

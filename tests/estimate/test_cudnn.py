@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oomguard._estimate.call import GATES, Call
+from oomguard._estimate.cards import card
 from oomguard._estimate.engines import cudnn
-from oomguard._estimate.engines.cudnn import Algorithm, Platform
 from oomguard._estimate.malloc import block_bytes
+from oomguard._estimate.target import on_card
 
 pd = pytest.importorskip("pandas", reason="pandas, of the extra dev, reads the facts")
 FACTS = Path(__file__).parents[1] / "facts"
@@ -25,8 +26,7 @@ PEAKS = PUBLISHED[PUBLISHED.kind == "peak_allocated"]
 RESERVES = PUBLISHED[PUBLISHED.kind == "reserve"]
 WORKSPACES = PUBLISHED[PUBLISHED.kind == "workspace"]
 CUBLAS_BYTES = 8_519_680
-V100 = Platform(capability=(7, 0), multiprocessors=80, cudnn=7605)
-A100 = Platform(capability=(8, 0), multiprocessors=108)
+V100, A100 = on_card(card("v100")), on_card(card("a100"))
 each_step_row = pytest.mark.parametrize(
     "row", list(STEPS.itertuples()), ids=lambda row: f"{row.cell}-{row.dtype}-T{row.T}-H{row.H}"
 )
@@ -53,14 +53,18 @@ def published_call(row: Any, tokens: int) -> Call:
     return Call(cell=row.cell, steps=steps, rows=rows, tokens=tokens, inputs=inputs, hidden=hidden, layers=layers)
 
 
+def workspace_765_bytes(call: Call, algorithm: str = "STANDARD") -> Any:
+    """The workspace by the layouts of cuDNN 7.6.5, which ours of cuDNN 9 are never below."""
+    elements = cudnn.standard_elements(call) if algorithm == "STANDARD" else cudnn.persist_elements(call)
+    return cudnn.layout_bytes(call, elements)
+
+
 def answers() -> Any:
     """All rows of the sizes file beside our reserve and workspace."""
     calls = [call_of(row) for row in SIZES.itertuples()]
     return SIZES.assign(
         reserve=[cudnn.reserve_bytes(call) for call in calls],
-        workspace=[
-            cudnn.workspace_bytes(call, Algorithm[name], 7605) for call, name in zip(calls, SIZES.algo, strict=True)
-        ],
+        workspace=[workspace_765_bytes(call, name) for call, name in zip(calls, SIZES.algo, strict=True)],
         aligned=[call.element_bytes * call.rows * call.hidden % 16 == 0 for call in calls],
         weights=[cudnn.flat_weight_bytes(call) for call in calls],
     )
@@ -111,15 +115,13 @@ def test_median_overestimate_of_the_workspace_is_below_a_thousandth() -> None:
 def test_published_workspaces_of_an_older_cudnn_are_not_underestimated(row: Any, rows: int) -> None:
     shape = {"cell": row.cell, "inputs": row.input, "hidden": row.hidden, "layers": row.layers}
     call = Call(**shape, steps=25_000 // rows, rows=rows, tokens=25_000)
-    assert cudnn.workspace_bytes(call, Algorithm.STANDARD, 7605) >= row.bytes
+    assert workspace_765_bytes(call) >= row.bytes
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "workspace"), [(Algorithm.PERSIST_STATIC, 348_651_520), (Algorithm.STANDARD, 31_719_424)]
-)
-def test_workspace_quoted_in_the_facts_is_exact(algorithm: Algorithm, workspace: int) -> None:
+@pytest.mark.parametrize(("algorithm", "workspace"), [("PERSIST_STATIC", 348_651_520), ("STANDARD", 31_719_424)])
+def test_workspace_quoted_in_the_facts_is_exact(algorithm: str, workspace: int) -> None:
     call = Call(cell="lstm", steps=128, rows=64, tokens=128 * 64, inputs=512, hidden=1024, element_bytes=2)
-    assert cudnn.workspace_bytes(call, algorithm, 7605) == workspace
+    assert workspace_765_bytes(call, algorithm) == workspace
 
 
 @each_step_row
@@ -127,13 +129,7 @@ def test_workspace_is_what_torch_191_allocated(row: Any) -> None:
     """Not part of the sizes file: the peak of forward shows the block, which holds up to 1 MiB more than asked for."""
     block = row.s1_peak_fwd - row.s1_after_fwd
     spare = 1 << 20 if block > 1 << 20 else 0
-    assert block - spare <= block_bytes(cudnn.workspace_bytes(call_of(row), Algorithm.STANDARD, 7605)) <= block + 512
-
-
-@each_step_row
-def test_torch_191_ran_the_standard_algorithm(row: Any) -> None:
-    half = row.dtype == "fp16"
-    assert cudnn.algorithm(call_of(row), V100, half=half, backward=True) == Algorithm.STANDARD
+    assert block - spare <= block_bytes(workspace_765_bytes(call_of(row))) <= block + 512
 
 
 def parameter_bytes(call: Call) -> list[int]:
@@ -209,7 +205,7 @@ def steps_191(call: Call, workspace: int) -> dict[str, int]:
 def test_every_column_of_the_torch_191_steps_is_exact(row: Any) -> None:
     """The workspace is ours; where rows are not aligned, ours is a few bytes too large: then the row's own block."""
     call = call_of(row)
-    workspace = cudnn.workspace_bytes(call, Algorithm.STANDARD, 7605)
+    workspace = workspace_765_bytes(call)
     columns = steps_191(call, min(workspace, row.s1_peak_fwd - row.s1_after_fwd))
     wrong = {name: (columns[name], getattr(row, name)) for name in columns if name in STEPS.columns}
     assert not {name: pair for name, pair in wrong.items() if pair[0] != pair[1]}
@@ -220,7 +216,7 @@ def test_every_column_of_the_torch_191_steps_is_exact(row: Any) -> None:
 def test_sums_of_blocks_fall_short_by_at_most_1_mib_for_each_large_block(row: Any, step: int) -> None:
     """The closed forms, without the allocator's model: what `block_bytes` leaves out is all that they leave out."""
     call, before = call_of(row), getattr(row, f"s{step}_before")
-    workspace = min(cudnn.workspace_bytes(call, Algorithm.STANDARD, 7605), row.s1_peak_fwd - row.s1_after_fwd)
+    workspace = min(workspace_765_bytes(call), row.s1_peak_fwd - row.s1_after_fwd)
     after = before + cudnn.kept_bytes(call)
     sums = {
         "after_fwd": after,
@@ -244,12 +240,12 @@ def a100_peak_bytes(call: Call) -> int:
     batches = 32 * (cudnn.input_copy_bytes(call) + target_bytes)
     resident = 4 * weights + batches + 2 * CUBLAS_BYTES + cudnn.kept_bytes(call)
     forward, backward = (
-        cudnn.workspace_bytes(call, cudnn.algorithm(call, A100, half=False, backward=backward), A100.cudnn)
+        cudnn.workspace_bytes(call, cudnn.is_persistent(call, A100, half=False, backward=backward))
         for backward in (False, True)
     )
     ahead = resident + cudnn.forward_extra_bytes(call, forward, input_copied=True)
     back = resident + cudnn.backward_extra_bytes(call, backward, input_copied=True)
-    return int(max(ahead, back + cudnn.gradient_copy_bytes(call) + target_bytes))
+    return int(max(ahead, back + block_bytes(cudnn.output_bytes(call)) + target_bytes))
 
 
 @pytest.mark.parametrize("row", list(PEAKS.itertuples()), ids=lambda row: f"{row.cell}-H{row.hidden}")
@@ -260,43 +256,42 @@ def test_published_a100_peak_is_within_1_percent(row: Any) -> None:
 
 def test_forward_and_backward_algorithms_differ_between_their_limits() -> None:
     call = Call(cell="gru", steps=10, rows=8, tokens=80, inputs=9, hidden=160)
-    forward, backward = (cudnn.algorithm(call, A100, half=False, backward=back) for back in (False, True))
-    assert (forward, backward) == (Algorithm.PERSIST_STATIC_SMALL_H, Algorithm.STANDARD)
+    forward, backward = (cudnn.is_persistent(call, A100, half=False, backward=back) for back in (False, True))
+    assert (forward, backward) == (True, False)
 
 
 @pytest.mark.parametrize(
-    ("change", "chosen"),
+    ("change", "persistent"),
     [
-        ({}, Algorithm.PERSIST_STATIC),
-        ({"rows": 12}, Algorithm.STANDARD),
-        ({"rows": 136}, Algorithm.STANDARD),
-        ({"cell": "gru"}, Algorithm.STANDARD),
-        ({"layers": 2}, Algorithm.STANDARD),
-        ({"inputs": 100}, Algorithm.STANDARD),
-        ({"packed": True}, Algorithm.STANDARD),
-        ({"projection": 128}, Algorithm.STANDARD),
-        ({"hidden": 128}, Algorithm.PERSIST_STATIC_SMALL_H),
-        ({"hidden": 128, "element_bytes": 8}, Algorithm.STANDARD),
+        ({}, True),
+        ({"rows": 12}, False),
+        ({"rows": 136}, False),
+        ({"cell": "gru"}, False),
+        ({"layers": 2}, False),
+        ({"inputs": 100}, False),
+        ({"packed": True}, False),
+        ({"projection": 128}, False),
+        ({"hidden": 128}, True),
     ],
 )
-def test_fp16_on_an_a100_is_persistent_only_for_some_shapes(change: dict[str, Any], chosen: Algorithm) -> None:
+def test_fp16_on_an_a100_is_persistent_only_for_some_shapes(change: dict[str, Any], persistent: bool) -> None:
     call = Call(cell="lstm", steps=100, rows=64, tokens=6400, inputs=128, hidden=512, element_bytes=2)
-    assert cudnn.algorithm(replace(call, **change), A100, half=True, backward=False) == chosen
+    assert cudnn.is_persistent(replace(call, **change), A100, half=True, backward=False) == persistent
 
 
 def test_bf16_is_not_persistent() -> None:
     call = Call(cell="lstm", steps=100, rows=64, tokens=6400, inputs=128, hidden=512, element_bytes=2)
-    assert cudnn.algorithm(call, A100, half=False, backward=False) == Algorithm.STANDARD
+    assert not cudnn.is_persistent(call, A100, half=False, backward=False)
 
 
-@pytest.mark.parametrize("algorithm", list(Algorithm))
+@pytest.mark.parametrize("algorithm", ["STANDARD", "PERSIST_STATIC"])
 @pytest.mark.parametrize("cell", ["rnn", "gru", "lstm"])
-def test_workspace_of_cudnn_9_is_not_below_that_of_7(cell: str, algorithm: Algorithm) -> None:
+def test_workspace_of_cudnn_9_is_not_below_that_of_7(cell: str, algorithm: str) -> None:
     for directions, inputs, steps in [(1, 8, 3), (2, 8, 3), (1, 900, 500), (2, 900, 500)]:
         call = Call(
             cell=cell, steps=steps, rows=8, tokens=8 * steps, inputs=inputs, hidden=64, layers=2, directions=directions
         )
-        assert cudnn.workspace_bytes(call, algorithm, 90_100) >= cudnn.workspace_bytes(call, algorithm, 7605)
+        assert cudnn.workspace_bytes(call, algorithm != "STANDARD") >= workspace_765_bytes(call, algorithm)
 
 
 def test_packing_never_needs_more_than_padding() -> None:
@@ -305,7 +300,7 @@ def test_packing_never_needs_more_than_padding() -> None:
     assert cudnn.kept_bytes(packed) <= cudnn.kept_bytes(padded)
 
 
-counts = st.tuples(st.integers(1, 2000), st.integers(1, 300), st.sampled_from([2, 4, 8]), st.booleans())
+counts = st.tuples(st.integers(1, 2000), st.integers(1, 300))
 models = st.fixed_dictionaries(
     {
         "cell": st.sampled_from(["rnn", "gru", "lstm"]),
@@ -314,31 +309,33 @@ models = st.fixed_dictionaries(
         "layers": st.integers(1, 5),
         "directions": st.integers(1, 2),
         "packed": st.booleans(),
+        "element_bytes": st.sampled_from([2, 4]),
     }
 )
 
 
-def everything(call: Call, half: Any) -> list[Any]:
+def everything(call: Call, half: bool) -> list[Any]:
     """Every function of counts, on one call."""
-    chosen = cudnn.algorithm(call, A100, half=half, backward=False)
-    workspace = cudnn.workspace_bytes(call, chosen)
-    older = cudnn.workspace_bytes(call, cudnn.algorithm(call, V100, half=half, backward=True), 7605)
-    back = cudnn.backward_extra_bytes(call, workspace, input_copied=True)
-    ahead = cudnn.forward_extra_bytes(call, workspace, input_copied=True)
-    return [chosen, workspace, older, back, ahead, cudnn.reserve_bytes(call), cudnn.kept_bytes(call)]
+    chosen = [
+        cudnn.is_persistent(call, card, half=half, backward=back) for card in (A100, V100) for back in (False, True)
+    ]
+    workspaces = [cudnn.workspace_bytes(call, persistent) for persistent in chosen]
+    back = cudnn.backward_extra_bytes(call, workspaces[1], input_copied=True)
+    ahead = cudnn.forward_extra_bytes(call, workspaces[0], input_copied=True)
+    return [*chosen, *workspaces, back, ahead, cudnn.reserve_bytes(call), cudnn.kept_bytes(call)]
 
 
-@given(model=models, many=st.lists(counts, min_size=1, max_size=20))
-def test_arrays_give_the_same_as_one_at_a_time(model: dict[str, Any], many: list[tuple[int, int, int, bool]]) -> None:
-    steps, rows, element_bytes, half = (np.array(column) for column in zip(*many, strict=True))
-    call = Call(steps=steps, rows=rows, tokens=steps * rows, element_bytes=element_bytes, **model)
+@given(model=models, half=st.booleans(), many=st.lists(counts, min_size=1, max_size=20))
+def test_arrays_give_the_same_as_one_at_a_time(model: dict[str, Any], half: bool, many: list[tuple[int, int]]) -> None:
+    steps, rows = (np.array(column) for column in zip(*many, strict=True))
+    call = Call(steps=steps, rows=rows, tokens=steps * rows, **model)
     together = [np.broadcast_to(value, len(many)).tolist() for value in everything(call, half)]
-    singles = [everything(Call(steps=t, rows=b, tokens=t * b, element_bytes=e, **model), h) for t, b, e, h in many]
+    singles = [everything(Call(steps=t, rows=b, tokens=t * b, **model), half) for t, b in many]
     assert together == [list(column) for column in zip(*singles, strict=True)]
 
 
-@given(model=models, count=counts)
-def test_plain_numbers_give_plain_numbers(model: dict[str, Any], count: tuple[int, int, int, bool]) -> None:
-    steps, rows, element_bytes, half = count
-    call = Call(steps=steps, rows=rows, tokens=steps * rows, element_bytes=element_bytes, **model)
+@given(model=models, half=st.booleans(), count=counts)
+def test_plain_numbers_give_plain_numbers(model: dict[str, Any], half: bool, count: tuple[int, int]) -> None:
+    steps, rows = count
+    call = Call(steps=steps, rows=rows, tokens=steps * rows, **model)
     assert all(isinstance(value, int) for value in everything(call, half))

@@ -9,8 +9,7 @@ import pytest
 from plan.searched import CARD
 from search.machine import Machine
 
-from oomguard._estimate.batch import estimate_batch
-from oomguard._estimate.breakdown import MARGIN_PERCENT, estimate_step
+from oomguard._estimate.breakdown import MARGIN_PERCENT, estimate_batch, estimate_step
 from oomguard._estimate.target import CPU
 from oomguard._predict.calibration import Calibration, same_model
 from oomguard._predict.fit import Data, Fit, Prior

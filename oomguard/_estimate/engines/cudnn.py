@@ -5,38 +5,14 @@ D directions, g gates; `u = e*N*H*D`, the bytes of one output; R16 rounds up to 
 aten/src/ATen/native/cudnn/RNN.cpp (torch 2.8; 1.9.1 and 2.15 make the same allocations).
 """
 
-from dataclasses import dataclass
-from enum import IntEnum
-
-import numpy as np
-
 from oomguard._estimate.call import GATES, Call, Count, Flag, Footprint, maximum, minimum, round_up, where
 from oomguard._estimate.malloc import block_bytes
+from oomguard._estimate.target import Target
 
 MAX_STEPS = 65_535  # more gives CUDNN_STATUS_NOT_SUPPORTED, not an out-of-memory error: pytorch issue 133751
 STANDARD_UNITS = 3  # workspace in u, A100, cuDNN 9.1, 4 layers: HanXuxx/RNN_kernel docs/a100_baseline_study.md
 PERSIST_UNITS = {"gru": 19, "lstm": 21, "rnn": 13}  # as above, for SMALL_H; rnn is a guess: 12 in 7.6.5, and one more
 STATES = {"gru": 13, "lstm": 20, "rnn": 5}  # states beside them in cuDNN 9: assumed, a bound of 7.6.5's
-
-
-class Algorithm(IntEnum):
-    """cudnnRNNAlgo_t of cuDNN 9's cudnn_adv.h; PyTorch never asks for number 2."""
-
-    STANDARD = 0
-    PERSIST_STATIC = 1
-    PERSIST_STATIC_SMALL_H = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Platform:
-    """The facts about card and library that decide on cuDNN's algorithm."""
-
-    capability: tuple[int, int]
-    """Compute capability, such as (8, 0)."""
-    multiprocessors: int
-    """Number of SMs."""
-    cudnn: int = 90_100
-    """CUDNN_VERSION as `torch.backends.cudnn.version()` gives it: 7605, 8902, 90100."""
 
 
 def reserve_bytes(call: Call) -> Count:
@@ -56,71 +32,63 @@ def reserve_bytes(call: Call) -> Count:
     return sum(round_up(unit * (k * layers), 16) for k in kept) + round_up(unit * (layers - 1), 16)
 
 
-def algorithm(call: Call, platform: Platform, *, half: Flag, backward: bool) -> Count:
-    """The algorithm that PyTorch picks (`get_algo`): a number of `Algorithm`, or an array of them.
+def is_persistent(call: Call, card: Target, *, half: bool, backward: bool) -> Flag:
+    """Whether PyTorch picks a persistent algorithm (`get_algo`) instead of STANDARD.
 
-    `half` tells fp16 from bf16, which have the same size; it may be an array, like the counts of the call.
+    That is PERSIST_STATIC_SMALL_H for small H, and PERSIST_STATIC for some calls in fp16 (`half`; not in bf16).
     Forward and backward can differ, since their limits of H do.
     """
+    assert card.capability is not None
     if call.packed or call.projection:
-        return Algorithm.STANDARD
+        return False
     limit = (256 if backward else 384) if call.cell == "rnn" else (128 if backward else 192)
-    if call.hidden <= limit and platform.capability >= (6, 0) and platform.cudnn >= 8201:
-        return where(call.element_bytes < 8, Algorithm.PERSIST_STATIC_SMALL_H, Algorithm.STANDARD)
-    return where(half & _persistent(call, platform), Algorithm.PERSIST_STATIC, Algorithm.STANDARD)
+    if call.hidden <= limit and card.capability >= (6, 0):
+        return True
+    return half and _is_persist_static(call, card.capability, card.multiprocessors or 0)
 
 
-def _persistent(call: Call, platform: Platform) -> Flag:
+def _is_persist_static(call: Call, capability: tuple[int, int], multiprocessors: int) -> Flag:
     """Whether fp16 runs PERSIST_STATIC: `use_persist_common_heuristics` and `use_persist_device_heuristics`."""
-    (major, minor), rows, steps = platform.capability, call.rows, call.steps
+    (major, minor), rows, steps = capability, call.rows, call.steps
     if call.layers > 1 or call.directions > 1 or call.hidden > 1024 or call.hidden % 128 or call.inputs % 128:
         return False
     if major == 7 and minor != 5:
         some = ((rows % 16 == 0) & (rows != 80) & (rows != 112)) | (rows == 8)
         long = ((steps >= 40) & (rows <= 128)) | ((steps >= 20) & (rows <= 96)) | ((steps >= 10) & (rows <= 32))
         return some & long
-    if major < 8 or platform.multiprocessors < 98 or minor == 6 or call.cell == "gru":
+    if major < 8 or multiprocessors < 98 or minor == 6 or call.cell == "gru":
         return False
     limit = 128 if call.cell == "lstm" or call.hidden < 896 else 95
     return (rows % 8 == 0) & (rows <= limit)
 
 
-def workspace_bytes(call: Call, algorithm: Count, cudnn: int = 90_100) -> Count:
+def workspace_bytes(call: Call, persistent: Flag) -> Count:
     """Scratch memory of a forward or backward call in training mode, freed when it returns.
 
-    `R16(e * (weight matrices + layout))`, and 112 bytes more where e*B*H is no multiple of 16: there each of at most
-    seven pieces is rounded by itself. Layouts: `_standard`, `_persist_static`.
-
-    cuDNN 7: to the byte on 619 of 719 answers of 7.6.5 (the aligned ones), at most 128 bytes above on the others.
-    cuDNN 8 and 9: STANDARD `3u`, PERSIST_STATIC_SMALL_H `19u` (GRU) or `21u` (LSTM), and states: published for 4
+    cuDNN 9: STANDARD `3u`, PERSIST_STATIC_SMALL_H `19u` (GRU) or `21u` (LSTM), and `STATES*L*D*D*H*B`: published for 4
     layers, one direction, I < H and long sequences. Assumed: 13u for RNN; no dependence on L; 2 directions as u grows;
     PERSIST_STATIC like SMALL_H; never less than 7.6.5, which counts for short sequences, wide inputs, 2 directions.
-    Not known at all: cuDNN 8 and bf16. A probe on the card calibrates these.
+    Not known at all: bf16. A probe on the card calibrates these.
     """
-    if not isinstance(algorithm, np.ndarray):
-        layout = _layout(call, Algorithm(int(algorithm)), cudnn)
-    else:
-        layout = _layout(call, Algorithm.STANDARD, cudnn)
-        for other in (Algorithm.PERSIST_STATIC, Algorithm.PERSIST_STATIC_SMALL_H):
-            mask = algorithm == other
-            if mask.any():
-                layout = np.where(mask, _layout(call, other, cudnn), layout)
-    unaligned = (call.element_bytes * call.rows * call.hidden) & 15 != 0
-    return round_up(call.element_bytes * (layout + round_up(matrix_elements(call), 8)), 16) + 112 * unaligned
-
-
-def _layout(call: Call, algorithm: Algorithm, cudnn: int) -> Count:
-    """Elements besides the weights: those of 7.6.5, and for newer ones at least `STATES*L*D*D*H*B + units*H*D*N`."""
-    standard = algorithm is Algorithm.STANDARD
-    older = _standard(call) if standard else _persist_static(call)
-    if cudnn < 8000:
-        return older
-    one, units = call.hidden * call.directions, STANDARD_UNITS if standard else PERSIST_UNITS[call.cell]
+    one = call.hidden * call.directions
     states = call.rows * (one * call.layers * call.directions * STATES[call.cell])
-    return maximum(older, states + call.tokens * (units * one))
+    standard = maximum(standard_elements(call), states + call.tokens * (STANDARD_UNITS * one))
+    persist = maximum(persist_elements(call), states + call.tokens * (PERSIST_UNITS[call.cell] * one))
+    return layout_bytes(call, where(persistent, persist, standard))
 
 
-def _standard(call: Call) -> Count:
+def layout_bytes(call: Call, elements: Count) -> Count:
+    """`R16(e * (weight matrices + layout))`, and 112 bytes more where e*B*H is no multiple of 16: there each of at most
+    seven pieces is rounded by itself.
+
+    With the layouts of 7.6.5: to the byte on 619 of its 719 answers (the aligned ones), at most 128 bytes above on the
+    others.
+    """
+    unaligned = (call.element_bytes * call.rows * call.hidden) & 15 != 0
+    return round_up(call.element_bytes * (elements + round_up(matrix_elements(call), 8)), 16) + 112 * unaligned
+
+
+def standard_elements(call: Call) -> Count:
     """7.6.5's STANDARD, the larger of two layouts (they look like the forward and the backward pass), in elements.
 
     With a burst of c = min(T, k1 + k2*L) steps whose input products are computed at once (`_burst`):
@@ -142,7 +110,7 @@ def _standard(call: Call) -> Count:
     return elements + call.tokens * one if call.projection else elements
 
 
-def _persist_static(call: Call) -> Count:
+def persist_elements(call: Call) -> Count:
     """7.6.5's PERSIST_STATIC, the larger of two layouts, in elements; `H*D * (1|3 + D)*L*B` for states, and
 
     gates:   `H*N * ((4+D)*g + (4 if D=2))`, GRU | LSTM
@@ -196,8 +164,7 @@ def kept_bytes(call: Call) -> Count:
 
     hx and cx are the zeros that the module makes if it is given no state. The input is kept by whoever made it.
     """
-    states = sum(block_bytes(size) for size in state_bytes(call).values())
-    return 2 * states + block_bytes(output_bytes(call)) + block_bytes(reserve_bytes(call))
+    return 2 * _states_bytes(call) + block_bytes(output_bytes(call)) + block_bytes(reserve_bytes(call))
 
 
 def forward_extra_bytes(call: Call, workspace: Count, *, input_copied: bool = False) -> Count:
@@ -212,25 +179,19 @@ def backward_extra_bytes(
 
     `dhy + dcy + dx + dhx + dcx + workspace + x copy + max(dy copy, dw)`: first the data gradient runs, then the weight
     gradient. PyTorch makes dx even if nobody needs it, and zeros for the gradients of the final states if they have
-    none. dw is one flat buffer (`flat_weight_bytes`) that afterwards *is* the `.grad` of the parameters if they had
-    none (`zero_grad(set_to_none=True)`); if they had, it is added to them and freed: do not count the gradients twice.
+    none. It copies dy with batch_first, and where dy is an expanded scalar (`out.sum()`). dw is one flat buffer
+    (`flat_weight_bytes`) that afterwards *is* the `.grad` of the parameters if they had none
+    (`zero_grad(set_to_none=True)`); if they had, it is added to them and freed: do not count the gradients twice.
     """
-    states = sum(block_bytes(size) for size in state_bytes(call).values())
     inputs = input_copy_bytes(call) * (2 if input_copied else 1)  # dx, and perhaps a copy of x
     weights = block_bytes(flat_weight_bytes(call))
-    phase = maximum(weights, gradient_copy_bytes(call)) if gradient_copied else weights
-    return 2 * states + inputs + block_bytes(workspace) + phase
+    phase = maximum(weights, block_bytes(output_bytes(call))) if gradient_copied else weights
+    return 2 * _states_bytes(call) + inputs + block_bytes(workspace) + phase
 
 
 def input_copy_bytes(call: Call) -> Count:
     """A contiguous copy of the input: with batch_first (not packed), in forward and again in backward."""
     return block_bytes(call.element_bytes * call.tokens * call.inputs)
-
-
-def gradient_copy_bytes(call: Call) -> Count:
-    """A contiguous copy of the output's gradient in backward: with batch_first, and where it is an expanded scalar
-    (`out.sum()`). It is u (projected: smaller), as are the output and the incoming gradient."""
-    return block_bytes(output_bytes(call))
 
 
 def state_bytes(call: Call) -> dict[str, Count]:
@@ -240,23 +201,28 @@ def state_bytes(call: Call) -> dict[str, Count]:
     return {**hidden, "c": slots * call.hidden} if call.cell == "lstm" else hidden
 
 
+def _states_bytes(call: Call) -> Count:
+    return sum(block_bytes(size) for size in state_bytes(call).values())
+
+
 def output_bytes(call: Call) -> Count:
+    """The output, and also its gradient: u, less with a projection."""
     return call.element_bytes * call.tokens * (call.output * call.directions)
 
 
-def footprint(call: Call, platform: Platform, *, half: Flag = False, batch_first: bool = False) -> Footprint:
+def footprint(call: Call, card: Target, *, half: bool, batch_first: bool) -> Footprint:
     """Footprint of one call. The weights that half precision casts are not part of it."""
     forward, backward = (
-        workspace_bytes(call, algorithm(call, platform, half=half, backward=late), platform.cudnn)
-        for late in (False, True)
+        workspace_bytes(call, is_persistent(call, card, half=half, backward=late)) for late in (False, True)
     )
     copied = batch_first and not call.packed
+    ahead = forward_extra_bytes(call, forward, input_copied=copied)
     gradients = block_bytes(flat_weight_bytes(call))
     return Footprint(
         kept=kept_bytes(call),
         keeps_output=True,
-        forward=forward_extra_bytes(call, forward, input_copied=copied),
+        forward=ahead,
         backward=backward_extra_bytes(call, backward, input_copied=copied, gradient_copied=copied) - gradients,
         weight_gradients=gradients,
-        inference=forward_extra_bytes(call, forward, input_copied=copied),
+        inference=ahead,
     )
