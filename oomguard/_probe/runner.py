@@ -23,7 +23,9 @@ from oomguard._core.errors import MisuseError
 from oomguard._core.system import command
 from oomguard._core.units import MIB, format_bytes, format_seconds
 from oomguard._device import open_device
+from oomguard._device.find import find_target
 from oomguard._device.proc import read_status
+from oomguard._estimate.breakdown import estimate_step
 from oomguard._estimate.target import CPU_RUNTIME_BYTES
 from oomguard._probe.record import Answer, Measured, Record, Request, check_seconds, make_record
 from oomguard._probe.verdict import Verdict, judge, judge_exit
@@ -107,7 +109,7 @@ class Runner:
             )
             limit_bytes = request.budget_bytes if self.device.name == "cpu" else free.host_bytes
             try:
-                measured = self._watch(self._ready(request), request, timeout, limit_bytes)
+                measured = self._watch(self._ready(request), request, timeout, limit_bytes, free.device_bytes)
                 if not (isinstance(measured, Answer) and measured.fresh):
                     self.close()
             except MisuseError as error:  # the device does not have the engine
@@ -157,8 +159,11 @@ class Runner:
         child.raised_bytes = largest_bytes
         return child
 
-    def _watch(self, child: "_Child", request: Request, timeout: float, limit_bytes: int) -> Measured:
-        """Send the request, and watch the child until it answers, ends, grows too large or takes too long."""
+    def _watch(self, child: "_Child", request: Request, timeout: float, limit_bytes: int, free_bytes: int) -> Measured:
+        """Send the request, and watch the child until it answers, ends, grows too large or takes too long.
+
+        It may use `limit_bytes` of host memory, and `free_bytes` are free on its device.
+        """
         deadline = time.monotonic() + timeout
         on_cpu = request.device == "cpu"
         child.send(msgspec.json.encode(request) + b"\n")
@@ -176,7 +181,8 @@ class Runner:
             code = child.process.wait(REAP_SECONDS)  # it has closed its pipe
             words = child.end()
             what = _exit_message(code) + _too_little(min(limit_bytes, request.committed_bytes or limit_bytes))
-            return child.figures(judge_exit(code, words), what, words, on_cpu)
+            left_bytes = None if on_cpu else free_bytes - _estimated_bytes(request)
+            return child.figures(judge_exit(code, words, left_bytes), what, words, on_cpu)
         answer = msgspec.json.decode(line, type=Answer)
         committed_bytes = max(answer.committed_bytes or 0, child.committed_bytes) if on_cpu else None
         return msgspec.structs.replace(answer, committed_bytes=committed_bytes or None)
@@ -188,6 +194,11 @@ class Free(NamedTuple):
     device_bytes: int
     host_bytes: int
     committed_bytes: int | None
+
+
+def _estimated_bytes(request: Request) -> int:
+    """The estimated peak of a request."""
+    return int(estimate_step(request.spec, request.candidate, find_target(request.device)).total_bytes)
 
 
 def _largest_bytes(request: Request) -> int:

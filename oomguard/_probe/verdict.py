@@ -78,6 +78,11 @@ _UNSUPPORTED_TEXTS = (
     "could not create a primitive descriptor",  # oneDNN has no such kernel for this processor
     "not implemented for '",  # "…" not implemented for 'Half'
 )
+_SUSPICIOUS_TEXT = "cudnn_status_execution_failed"
+"""What a recurrent kernel of cuDNN reports if the card is nearly full (speechbrain issues 310 and 1447)."""
+LITTLE_BYTES = 400 << 20
+"""With less than this free on a card, such a failure is taken for a lack of memory. (A CUDA context and its kernels,
+which are loaded when they are first used, take 300 to 400 MiB.)"""
 _PRIMITIVE = re.compile(r"could not create a primitive(?! descriptor)")
 """oneDNN accepted the descriptor, so it has the kernel: a later failure is one of memory (seen under an rlimit)."""
 _CUT_SHORT = "[enforce fail at alloc_cpu"
@@ -90,11 +95,15 @@ def judge(error: BaseException) -> Verdict:
     return next((one for one in (Verdict.OOM, Verdict.UNSUPPORTED) if one in found), Verdict.BROKEN)
 
 
-def judge_exit(code: int, stderr: str) -> Verdict:
-    """Judge a process that ended without an answer, by its exit code (negative: the signal) and its last output."""
+def judge_exit(code: int, stderr: str, free_bytes: int | None = None) -> Verdict:
+    """Judge a process that ended without an answer, by its exit code (negative: the signal) and its last output.
+
+    A crash with little of its card free (`free_bytes`) is taken for a lack of memory (deepspeech.pytorch issue 172).
+    """
     if code == -signal.SIGKILL:
         return Verdict.KILLED
-    if "MemoryError" in stderr or _judge_text(stderr) is Verdict.OOM:
+    crowded = code < 0 and free_bytes is not None and free_bytes < LITTLE_BYTES
+    if crowded or "MemoryError" in stderr or _judge_text(stderr) is Verdict.OOM:
         return Verdict.OOM
     return Verdict.CRASHED if code < 0 else Verdict.BROKEN
 
@@ -129,8 +138,18 @@ def _judge_one(error: BaseException) -> Verdict | None:
     if isinstance(error, MisuseError | NotImplementedError):
         return Verdict.UNSUPPORTED
     if isinstance(error, RuntimeError | ImportError):  # what torch raises; the texts mean nothing in other types
-        return _judge_text(str(error))
+        suspicious = _SUSPICIOUS_TEXT in str(error).lower()
+        return Verdict.OOM if suspicious and _card_is_full() else _judge_text(str(error))
     return None
+
+
+def _card_is_full() -> bool:
+    """Whether this process uses a card of which little is free. A card that no longer answers is not taken for full."""
+    torch = sys.modules["torch"]
+    try:
+        return torch.cuda.is_initialized() and bool(torch.cuda.mem_get_info()[0] < LITTLE_BYTES)
+    except RuntimeError:
+        return False
 
 
 def _judge_text(text: str) -> Verdict | None:

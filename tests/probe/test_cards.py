@@ -17,7 +17,7 @@ from oomguard._device.find import find_target
 from oomguard._estimate.breakdown import estimate_step
 from oomguard._probe.runner import Runner
 from oomguard._probe.sample import random_microbatch
-from oomguard._probe.verdict import Verdict
+from oomguard._probe.verdict import LITTLE_BYTES, Verdict, judge
 from oomguard._spec.spec import Spec
 from oomguard._step import prepare, step
 
@@ -193,3 +193,15 @@ def test_what_a_neighbour_takes_is_not_offered_to_a_probe(neighbour: Callable[[i
         after = runner.probe(LSTM, one_thread(LSTM))
     assert after.verdict is Verdict.FITS
     assert after.budget_bytes <= before.budget_bytes - 1000 * MIB
+
+
+def test_a_failed_kernel_of_cudnn_is_taken_for_a_lack_of_memory_only_on_a_full_card() -> None:
+    error = RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED")
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    torch.cuda.empty_cache()
+    assert judge(error) is Verdict.BROKEN
+    free_bytes, _ = torch.cuda.mem_get_info()
+    kept = torch.empty(free_bytes - LITTLE_BYTES // 2, dtype=torch.uint8, device="cuda")
+    assert judge(error) is Verdict.OOM
+    del kept
+    torch.cuda.empty_cache()

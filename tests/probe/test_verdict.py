@@ -9,7 +9,7 @@ import torch
 
 from oomguard._core.errors import MisuseError
 from oomguard._device import Reading
-from oomguard._probe.verdict import Verdict, judge, judge_exit, judge_reading
+from oomguard._probe.verdict import LITTLE_BYTES, Verdict, judge, judge_exit, judge_reading
 
 ALLOCATOR = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"
 
@@ -144,6 +144,26 @@ def test_a_chain_that_bites_its_tail_is_judged_too() -> None:
 )
 def test_a_process_is_judged_by_its_exit_code_and_last_words(code: int, words: str, verdict: Verdict) -> None:
     assert judge_exit(code, words) is verdict
+
+
+@pytest.mark.parametrize(
+    ("code", "free_bytes", "verdict"),
+    [
+        (-signal.SIGSEGV, LITTLE_BYTES - 1, Verdict.OOM),
+        (-signal.SIGABRT, -1, Verdict.OOM),
+        (-signal.SIGSEGV, LITTLE_BYTES, Verdict.CRASHED),
+        (-signal.SIGKILL, 0, Verdict.KILLED),
+        (1, 0, Verdict.BROKEN),
+    ],
+)
+def test_a_crash_on_a_nearly_full_card_is_taken_for_a_lack_of_memory(
+    code: int, free_bytes: int, verdict: Verdict
+) -> None:
+    assert judge_exit(code, "Segmentation fault", free_bytes) is verdict
+
+
+def test_a_failed_kernel_of_cudnn_is_broken_where_no_card_is_full() -> None:
+    assert judge(RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED")) is Verdict.BROKEN
 
 
 @pytest.mark.parametrize(
