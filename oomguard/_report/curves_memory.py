@@ -12,6 +12,7 @@ from oomguard._estimate.engines import cudnn
 from oomguard._estimate.malloc import reserved_bytes
 from oomguard._estimate.moments import TERMS, Moments, Terms, evaluation_moments
 from oomguard._estimate.passes import border_bytes, stays_on_host
+from oomguard._predict.calibration import same_model
 from oomguard._report.curve import (
     MEASURED,
     Axis,
@@ -19,19 +20,18 @@ from oomguard._report.curve import (
     Mark,
     Series,
     budget_mark,
-    completed,
     linear_axis,
     log_axis,
     make_series,
     memory_axis,
     pieces_phrase,
-    precision_sweeps,
-    share_knobs,
 )
 from oomguard._report.subject import Subject
 from oomguard._report.words import candidate_words, peak_words, times
 from oomguard._search.space import LEVELS_FROM
 
+ALIKE = 0.01
+"""Precisions whose peaks differ by at most this share are drawn as one line."""
 LARGEST = 1 << 16
 """The largest microbatch that is considered."""
 ENOUGH = 0.95
@@ -47,7 +47,7 @@ SLOTS |= {"runtime": 6, "weights": 5, "gradients": 7, "loader": 8}
 
 def microbatch(subject: Subject) -> Curve:
     """Peak memory over the microbatch, for each precision, with the budget."""
-    sweeps = precision_sweeps(subject, "peak_bytes")
+    sweeps = _precision_sweeps(subject)
     series = [line for slot, (name, sweep) in enumerate(sweeps.items()) for line in _peak_lines(name, sweep, slot)]
     series += _measured_peaks(subject, "microbatch", fixed=("segments", "recompute", "levels", "window"))
     title, answer = _microbatch_finding(subject, sweeps)
@@ -61,6 +61,20 @@ def microbatch(subject: Subject) -> Curve:
         series=tuple(series),
         marks=(budget_mark(subject), *_plan_mark(subject, subject.candidate.microbatch)),
     )
+
+
+def _precision_sweeps(subject: Subject) -> dict[str, pd.DataFrame]:
+    """Predictions for every microbatch, by precision. Precisions that come out alike are one entry: `fp32 and bf16`."""
+    groups: list[tuple[list[str], pd.DataFrame]] = []
+    for precision in subject.precisions:
+        sweep = subject.predict(subject.vary(microbatch=subject.microbatches, precision=precision))
+        alike = (names for names, other in groups if np.allclose(other.peak_bytes, sweep.peak_bytes, ALIKE, 0))
+        twins = next(alike, None)
+        if twins is None:
+            groups.append(([precision], sweep))
+        else:
+            twins.append(precision)
+    return {" and ".join(names): sweep for names, sweep in groups}
 
 
 def _peak_lines(name: str, sweep: pd.DataFrame, slot: int) -> list[Series]:
@@ -78,8 +92,14 @@ def _peak_lines(name: str, sweep: pd.DataFrame, slot: int) -> list[Series]:
 
 def _measured_peaks(subject: Subject, knob: str, fixed: Iterable[str]) -> list[Series]:
     """Peaks measured at full length over one knob, of candidates that share the `fixed` knobs with the subject's."""
-    records = [record for record in completed(subject) if record.spec.steps == subject.spec.steps]
-    records = [record for record in records if share_knobs(record.candidate, subject.candidate, fixed)]
+    records = [
+        record
+        for record in subject.records
+        if record.verdict.ran
+        and record.spec.steps == subject.spec.steps
+        and same_model(record.spec, subject.spec)
+        and all(getattr(record.candidate, name) == getattr(subject.candidate, name) for name in fixed)
+    ]
     sizes = [getattr(record.candidate, knob) for record in records]
     peaks = [record.peak_bytes or 0 for record in records]
     tips = (
@@ -294,9 +314,7 @@ def timeline(subject: Subject) -> Curve:
         title=f"{peak_words(peak).removesuffix('.')}: {format_bytes(totals[peak])}",
         question="When in a step is the memory needed?",
         answer=_timeline_answer(subject, totals, repeated),
-        x=Axis(
-            label="Moments of a step, not to scale", low=-0.15, high=len(moments) - 0.85, ticks=(*enumerate(names),)
-        ),
+        x=Axis(label="Moments of a step, not to scale", low=-0.15, high=len(moments) - 0.85, names=tuple(names)),
         y=linear_axis("Memory in use", "GiB", [totals[peak] / GIB, *(mark.y or 0 for mark in visible)]),
         series=_stack([*map(float, range(len(moments)))], moments, totals[peak]),
         marks=tuple(marks),

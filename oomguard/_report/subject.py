@@ -22,6 +22,7 @@ from oomguard._estimate.target import Target
 from oomguard._plan.store import load_plan
 from oomguard._plan.value import Plan
 from oomguard._predict.calibration import Calibration, same_model
+from oomguard._predict.fit import pareto_front
 from oomguard._probe.record import RECORDS, Ledger, Record
 from oomguard._report.grid import Over, check_own_spec, fields_for, read_over
 from oomguard._report.words import SHAPE
@@ -157,21 +158,19 @@ class Subject:
             "doubt": doubt,
             "tokens_per_second": spec.steps * spec.batch / seconds,
         }
-        return pd.DataFrame(
-            {name: spread(name, column, len(candidates)) for name, column in columns.items()}, copy=False
-        )
+        table = pd.DataFrame(columns, index=range(len(candidates)), copy=False)
+        return table.astype({"window": "Int64", "threads": "Int64"})
 
     def with_seq(self, steps: int) -> Spec:
         """The subject's spec with all sequences of the given length."""
         return msgspec.structs.replace(self.spec, seq=steps, lengths=None)
 
 
-def spread(name: str, value: Any, length: int) -> Any:
-    """A column of a table from a value or an array; whole numbers that may be missing have pandas' type for that."""
-    column = np.broadcast_to(np.asarray(value, dtype=object if value is None else None), length)
-    if name in ("window", "threads", "measured_peak_bytes"):
-        return pd.array(column, dtype="Int64")
-    return pd.array(column, dtype="string") if name == "verdict" else column
+def front_of(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows that fit and that no other one beats in both memory and speed, the least memory first."""
+    fitting = table[table["fits"]]
+    front = fitting[pareto_front(fitting["peak_bytes"], -fitting["tokens_per_second"])]
+    return front.sort_values("peak_bytes", kind="stable")
 
 
 def subject_of(plan: Plan) -> Subject:

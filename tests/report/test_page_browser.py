@@ -131,7 +131,7 @@ def fact(page: Page, name: str) -> tuple[str, str]:
 def test_a_page_opens_without_an_error_and_asks_nobody(kind: str, open_plan: Open) -> None:
     opened = open_plan(kind)
     assert opened.page.locator(".plot svg").count() == 2 * opened.page.locator(".plot").count() > 0
-    assert opened.page.locator(".plot svg:visible").count() == opened.page.locator(".curve").count() == 8
+    assert opened.page.locator(".plot svg:visible").count() == opened.page.locator(".curve").count() == 6
     assert opened.page.locator(".plot svg a").count() == 0
     assert opened.page.evaluate("window.hacked") is None
     assert opened.errors == []
