@@ -24,16 +24,12 @@ MEASURED = 8
 
 
 class Axis(msgspec.Struct, frozen=True, kw_only=True):
-    """One axis of a curve."""
+    """One axis of a curve, from `low` to `high`."""
 
     label: str
-    """Name of the quantity."""
     unit: str = ""
-    """Unit of the quantity, such as GiB."""
     low: float
-    """First value."""
     high: float
-    """Last value."""
     base: Literal[0, 2, 10] = 0
     """Base of a logarithmic axis, whose powers are labelled. 0 for a linear axis."""
     names: tuple[str, ...] = ()
@@ -58,9 +54,8 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
     kind: Kind = "line"
     """A line, large points, faint dots, a band between `low` and `y`, or an area stacked on the areas before it."""
     x: tuple[float, ...]
-    """Positions along the x axis."""
     y: tuple[float, ...]
-    """Positions along the y axis. For an area: its thickness."""
+    """Heights. For an area: its thickness."""
     low: tuple[float, ...] = ()
     """Lower edge of a band."""
     tips: tuple[str, ...] = ()
@@ -81,9 +76,7 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     """Label beside it; for the chosen candidate, its name in the legend."""
     x: float | None = None
-    """Position along the x axis."""
     y: float | None = None
-    """Position along the y axis."""
     role: Role = "note"
     """The budget, the chosen candidate, a note, or words without a symbol."""
     panel: int = 0

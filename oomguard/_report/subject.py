@@ -47,15 +47,12 @@ class Subject:
     """
 
     spec: Spec
-    """The model and its sequences."""
     target: Target
-    """The device."""
     budget_bytes: int
     """The bytes that the process may use there."""
     candidate: Candidate
     """The values of knobs that do not vary; of a plan, the chosen candidate."""
     precisions: tuple[str, ...] = ("fp32",)
-    """The precisions to compare."""
     records: tuple[Record, ...] = ()
     """The records of such models on this device."""
     plan: Plan | None = None
@@ -164,6 +161,12 @@ class Subject:
     def with_seq(self, steps: int) -> Spec:
         """The subject's spec with all sequences of the given length."""
         return msgspec.structs.replace(self.spec, seq=steps, lengths=None)
+
+    def at_length(self, steps: int) -> tuple[Spec, Candidate]:
+        """The spec with sequences of the given length, and the candidate with segments and window for it."""
+        segments, window = min(self.candidate.segments, steps), self.candidate.window
+        window = None if window is None else min(window, steps)
+        return self.with_seq(steps), msgspec.structs.replace(self.candidate, segments=segments, window=window)
 
 
 def front_of(table: pd.DataFrame) -> pd.DataFrame:
@@ -319,10 +322,8 @@ def for_charts(subject: Subject) -> Subject:
             advice=f"Write .csv, or give one {' and one '.join(map(flag, other))}.",
         )
     subject = replace(subject, precisions=tuple(over.get("precision", subject.precisions)))
-    longest = max((subject.with_seq(steps) for steps in over.get("seq", ())), key=lambda spec: spec.steps, default=None)
-    if longest is None or longest == subject.spec:
+    lengths = [subject.with_seq(steps).steps for steps in over.get("seq", ())]  # `Spec` checks them
+    spec, candidate = subject.at_length(max(lengths, default=subject.spec.steps))
+    if not lengths or spec == subject.spec:
         return subject
-    candidate, steps = subject.candidate, longest.steps
-    window = None if candidate.window is None else min(candidate.window, steps)
-    candidate = msgspec.structs.replace(candidate, segments=min(candidate.segments, steps), window=window)
-    return replace(subject, spec=longest, candidate=candidate, plan=None)
+    return replace(subject, spec=spec, candidate=candidate, plan=None)
