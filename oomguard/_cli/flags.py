@@ -137,7 +137,7 @@ TABLE = [
     Flag("ledger", "DIR", "Take measurements from a ledger."),
 ]
 # written out, so that the help need not import the charts; a test compares
-CURVES = ("front", "region", "segments", "microbatch", "longest", "throughput", "terms", "timeline")
+CURVES = ("front", "region", "segments", "microbatch", "terms", "timeline")
 TABLE_OUTPUT = [
     Flag("output", "FILE", "Write the table (.csv, .parquet), one chart (.png) or all charts (.html)."),
     Flag("curve", "NAME", "Chart for a .png (default: the one that fits --over).", choices=CURVES),

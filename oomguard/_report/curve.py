@@ -7,12 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
-import numpy as np
-import pandas as pd
 
 from oomguard._core.units import GIB, format_bytes
-from oomguard._predict.calibration import same_model
-from oomguard._probe.record import Record
 from oomguard._report.subject import Subject
 from oomguard._spec.candidate import Candidate
 
@@ -21,31 +17,23 @@ if TYPE_CHECKING:  # imported only where a curve is drawn: describing one must n
 
 Kind = Literal["line", "points", "dots", "band", "area"]
 Role = Literal["budget", "chosen", "note", "words"]
-MOST_TICKS = 9
-"""Labels along one axis, at most. More would touch on a phone."""
 FAR = 5
 """Memory has a logarithmic axis if the budget is this many times the largest peak, or the reverse."""
 MEASURED = 8
 """Slot of measured points. No line has it."""
-ALIKE = 0.01
-"""Precisions whose predictions differ by at most this share are drawn as one line."""
 
 
 class Axis(msgspec.Struct, frozen=True, kw_only=True):
-    """One axis of a curve."""
+    """One axis of a curve, from `low` to `high`."""
 
     label: str
-    """Name of the quantity."""
     unit: str = ""
-    """Unit of the quantity, such as GiB."""
     low: float
-    """First value."""
     high: float
-    """Last value."""
-    log: bool = False
-    """Whether the axis is logarithmic."""
-    ticks: tuple[tuple[float, str], ...]
-    """Labelled values, each with its label."""
+    base: Literal[0, 2, 10] = 0
+    """Base of a logarithmic axis, whose powers are labelled. 0 for a linear axis."""
+    names: tuple[str, ...] = ()
+    """Labels of 0, 1, 2 and so on. Without names, the axis has labels at round numbers."""
 
     @property
     def text(self) -> str:
@@ -54,7 +42,7 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True):
 
     def share(self, value: float) -> float:
         """Position of a value along the axis, from 0 (low) to 1 (high)."""
-        low, high, here = (math.log(number) if self.log else number for number in (self.low, self.high, value))
+        low, high, here = (math.log(number) if self.base else number for number in (self.low, self.high, value))
         return (here - low) / (high - low)
 
 
@@ -66,9 +54,8 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
     kind: Kind = "line"
     """A line, large points, faint dots, a band between `low` and `y`, or an area stacked on the areas before it."""
     x: tuple[float, ...]
-    """Positions along the x axis."""
     y: tuple[float, ...]
-    """Positions along the y axis. For an area: its thickness."""
+    """Heights. For an area: its thickness."""
     low: tuple[float, ...] = ()
     """Lower edge of a band."""
     tips: tuple[str, ...] = ()
@@ -89,9 +76,7 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     """Label beside it; for the chosen candidate, its name in the legend."""
     x: float | None = None
-    """Position along the x axis."""
     y: float | None = None
-    """Position along the y axis."""
     role: Role = "note"
     """The budget, the chosen candidate, a note, or words without a symbol."""
     panel: int = 0
@@ -164,81 +149,26 @@ def make_series(
 
 
 def linear_axis(label: str, unit: str, values: Iterable[float]) -> Axis:
-    """An axis from 0 to a little above the largest value, with labels at round numbers.
-
-    >>> [text for _, text in linear_axis("Throughput", "tokens/s", [7000]).ticks]
-    ['0', '2,000', '4,000', '6,000']
-    """
-    high = max(1.12 * max(values), 1e-9)
-    step = _round_step(high)
-    ticks = tuple((count * step, f"{count * step:,.6g}") for count in range(int(high / step) + 1))
-    return Axis(label=label, unit=unit, low=0.0, high=high, ticks=ticks)
+    """An axis from 0 to a little above the largest value."""
+    return Axis(label=label, unit=unit, low=0.0, high=max(1.12 * max(values), 1e-9))
 
 
-def _round_step(span: float) -> float:
-    """A round number that divides the span into four to six parts."""
-    power = 10.0 ** math.floor(math.log10(span / 4))
-    return next(factor * power for factor in (1, 2, 2.5, 5, 10) if span / (factor * power) <= 6)
-
-
-def log_axis(label: str, unit: str, values: Iterable[float], *, base: int = 10, pad: float = 1.08) -> Axis:
-    """A logarithmic axis around the values, with labels at powers of two (base 2) or at 1, 2 and 5 (base 10).
-
-    >>> [text for _, text in log_axis("Microbatch", "", [1, 32], base=2).ticks]
-    ['1', '2', '4', '8', '16', '32']
-    >>> [text for _, text in log_axis("Sequence length", "steps", [1000, 20_000]).ticks]
-    ['1k', '2k', '5k', '10k', '20k']
-    >>> [text for _, text in log_axis("Peak", "GiB", [0.33, 0.46]).ticks]
-    ['0.35', '0.4', '0.45']
-    """
+def log_axis(label: str, unit: str, values: Iterable[float], *, base: Literal[2, 10] = 10, pad: float = 1.08) -> Axis:
+    """A logarithmic axis around the values."""
     numbers = [*values]
-    low, high = min(numbers) / pad, max(numbers) * pad
-    powers = range(math.floor(math.log(low, base)), math.ceil(math.log(high, base)) + 1)
-    ticks = [factor * float(base) ** power for power in powers for factor in ((1,) if base == 2 else (1, 2, 5))]
-    ticks = [tick for tick in ticks if low <= tick <= high]
-    if len(ticks) > MOST_TICKS and base == 10:
-        ticks = [tick for tick in ticks if math.isclose(math.log10(tick) % 1, 0, abs_tol=1e-9)]
-    if len(ticks) < 2 and base == 10:  # so narrow a range is nearly linear
-        step = _round_step(high - low)
-        ticks = [count * step for count in range(math.ceil(low / step), math.floor(high / step) + 1)]
-    ticks = ticks[:: math.ceil(len(ticks) / MOST_TICKS) or 1]
-    labels = tuple((tick, f"{tick:,.0f}" if base == 2 and tick >= 1 else short(tick)) for tick in ticks)
-    return Axis(label=label, unit=unit, low=low, high=high, log=True, ticks=labels)
+    return Axis(label=label, unit=unit, low=min(numbers) / pad, high=max(numbers) * pad, base=base)
 
 
 def memory_axis(label: str, values: Iterable[float], budget: float) -> Axis:
     """An axis in GiB that includes the budget: logarithmic if the budget is far from all values.
 
-    >>> memory_axis("Peak", [1, 7], 6).log, memory_axis("Peak", [1, 7], 80).log
-    (False, True)
+    >>> memory_axis("Peak", [1, 7], 6).base, memory_axis("Peak", [1, 7], 80).base
+    (0, 10)
     """
     sizes = [value for value in values if value > 0]
     if max(sizes) * FAR < budget or max(sizes) > FAR * budget:
         return log_axis(label, "GiB", [*sizes, budget], pad=1.25)
     return linear_axis(label, "GiB", [*sizes, budget])
-
-
-def short(value: float) -> str:
-    """A number in a few characters.
-
-    >>> short(0.25), short(64), short(10_000), short(2_500_000)
-    ('0.25', '64', '10k', '2.5M')
-    """
-    unit, letter = next((pair for pair in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if value >= pair[0]), (1, ""))
-    return f"{value / unit:.3g}{letter}"
-
-
-def precision_sweeps(subject: Subject, compared: Literal["peak_bytes", "seconds_per_step"]) -> dict[str, pd.DataFrame]:
-    """Predictions for every microbatch, by precision. Precisions that come out alike are one entry: `fp32 and bf16`."""
-    sweeps: dict[str, pd.DataFrame] = {}
-    for precision in subject.precisions:
-        sweep = subject.predict(subject.vary(microbatch=subject.microbatches, precision=precision))
-        twins = [name for name in sweeps if np.allclose(sweeps[name][compared], sweep[compared], rtol=ALIKE, atol=0)]
-        if twins:
-            sweeps = {f"{name} and {precision}" if name in twins[:1] else name: sweeps[name] for name in sweeps}
-        else:
-            sweeps[precision] = sweep
-    return sweeps
 
 
 def budget_mark(subject: Subject, *, vertical: bool = False) -> Mark:
@@ -259,13 +189,3 @@ def pieces_phrase(candidate: Candidate) -> str:
         return f" with a window of {candidate.window:,} steps"
     kept = "" if candidate.recompute else " without recomputation"
     return f" with {candidate.segments:,} segments{kept}" if candidate.segments > 1 else ""
-
-
-def completed(subject: Subject) -> list[Record]:
-    """Records of this model that ran to the end, at any sequence length."""
-    return [record for record in subject.records if record.verdict.ran and same_model(record.spec, subject.spec)]
-
-
-def share_knobs(first: Candidate, second: Candidate, knobs: Iterable[str]) -> bool:
-    """Whether two candidates have the same values of some knobs."""
-    return all(getattr(first, name) == getattr(second, name) for name in knobs)

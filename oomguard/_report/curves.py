@@ -7,9 +7,8 @@ import msgspec
 
 from oomguard._plan.value import Plan
 from oomguard._report.curve import Curve
-from oomguard._report.curves_length import longest, region
+from oomguard._report.curves_fit import front, region
 from oomguard._report.curves_memory import microbatch, segments, terms, timeline
-from oomguard._report.curves_speed import front, throughput
 from oomguard._report.subject import Subject, for_charts, subject_of
 from oomguard._report.words import rows_words, times
 from oomguard._spec.candidate import make_candidate
@@ -19,8 +18,6 @@ MAKERS: dict[str, Callable[[Subject], Curve]] = {
     "region": region,
     "segments": segments,
     "microbatch": microbatch,
-    "longest": longest,
-    "throughput": throughput,
     "terms": terms,
     "timeline": timeline,
 }
@@ -29,8 +26,6 @@ CHANGED_KNOBS = {
     "front": ("precision",),
     "segments": ("microbatch", "precision"),
     "microbatch": ("segments", "precision"),
-    "longest": ("microbatch", "precision"),
-    "throughput": ("segments", "precision"),
     "terms": ("segments", "microbatch", "precision"),
     "timeline": ("segments", "microbatch", "precision"),
 }

@@ -1,6 +1,7 @@
 """Peak memory over the microbatch and over the number of segments, and what memory consists of."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 
 import numpy as np
 import pandas as pd
@@ -12,6 +13,7 @@ from oomguard._estimate.engines import cudnn
 from oomguard._estimate.malloc import reserved_bytes
 from oomguard._estimate.moments import TERMS, Moments, Terms, evaluation_moments
 from oomguard._estimate.passes import border_bytes, stays_on_host
+from oomguard._predict.calibration import same_model
 from oomguard._report.curve import (
     MEASURED,
     Axis,
@@ -19,19 +21,18 @@ from oomguard._report.curve import (
     Mark,
     Series,
     budget_mark,
-    completed,
     linear_axis,
     log_axis,
     make_series,
     memory_axis,
     pieces_phrase,
-    precision_sweeps,
-    share_knobs,
 )
 from oomguard._report.subject import Subject
 from oomguard._report.words import candidate_words, peak_words, times
 from oomguard._search.space import LEVELS_FROM
 
+ALIKE = 0.01
+"""Precisions whose peaks differ by at most this share are drawn as one line."""
 LARGEST = 1 << 16
 """The largest microbatch that is considered."""
 ENOUGH = 0.95
@@ -47,7 +48,7 @@ SLOTS |= {"runtime": 6, "weights": 5, "gradients": 7, "loader": 8}
 
 def microbatch(subject: Subject) -> Curve:
     """Peak memory over the microbatch, for each precision, with the budget."""
-    sweeps = precision_sweeps(subject, "peak_bytes")
+    sweeps = _precision_sweeps(subject)
     series = [line for slot, (name, sweep) in enumerate(sweeps.items()) for line in _peak_lines(name, sweep, slot)]
     series += _measured_peaks(subject, "microbatch", fixed=("segments", "recompute", "levels", "window"))
     title, answer = _microbatch_finding(subject, sweeps)
@@ -61,6 +62,19 @@ def microbatch(subject: Subject) -> Curve:
         series=tuple(series),
         marks=(budget_mark(subject), *_plan_mark(subject, subject.candidate.microbatch)),
     )
+
+
+def _precision_sweeps(subject: Subject) -> dict[str, pd.DataFrame]:
+    """Predictions for every microbatch, by precision. Precisions that come out alike are one entry: `fp32 and bf16`."""
+    groups: list[tuple[list[str], pd.DataFrame]] = []
+    for precision in subject.precisions:
+        sweep = subject.predict(subject.vary(microbatch=subject.microbatches, precision=precision))
+        alike = [names for names, other in groups if np.allclose(other.peak_bytes, sweep.peak_bytes, ALIKE, 0)]
+        if alike:
+            alike[0].append(precision)
+        else:
+            groups.append(([precision], sweep))
+    return {" and ".join(names): sweep for names, sweep in groups}
 
 
 def _peak_lines(name: str, sweep: pd.DataFrame, slot: int) -> list[Series]:
@@ -78,15 +92,17 @@ def _peak_lines(name: str, sweep: pd.DataFrame, slot: int) -> list[Series]:
 
 def _measured_peaks(subject: Subject, knob: str, fixed: Iterable[str]) -> list[Series]:
     """Peaks measured at full length over one knob, of candidates that share the `fixed` knobs with the subject's."""
-    records = [record for record in completed(subject) if record.spec.steps == subject.spec.steps]
-    records = [record for record in records if share_knobs(record.candidate, subject.candidate, fixed)]
-    sizes = [getattr(record.candidate, knob) for record in records]
-    peaks = [record.peak_bytes or 0 for record in records]
-    tips = (
-        f"measured: {candidate_words(record.candidate)}: {format_bytes(peak)}"
-        for record, peak in zip(records, peaks, strict=True)
-    )
-    points = make_series("measured", sizes, np.divide(peaks, GIB), kind="points", tips=tips, slot=MEASURED)
+    records = [
+        record
+        for record in subject.records
+        if record.verdict.ran
+        and record.spec.steps == subject.spec.steps
+        and same_model(record.spec, subject.spec)
+        and all(getattr(record.candidate, name) == getattr(subject.candidate, name) for name in fixed)
+    ]
+    sizes, peaks = [getattr(one.candidate, knob) for one in records], [one.peak_bytes or 0 for one in records]
+    words = [f"measured: {candidate_words(one.candidate)}: {format_bytes(one.peak_bytes or 0)}" for one in records]
+    points = make_series("measured", sizes, np.divide(peaks, GIB), kind="points", tips=words, slot=MEASURED)
     return [points] if records else []
 
 
@@ -193,10 +209,8 @@ def _segments_finding(subject: Subject, sweep: pd.DataFrame) -> tuple[str, str]:
         format_bytes(int(size)) for size in (sweep.peak_bytes[0], sweep.peak_bytes[knee], min(sweep.peak_bytes))
     )
     if not knee:
-        return (
-            "Segments save nothing here",
-            f"Without segments a step needs {plain}, and no number of them lowers that.",
-        )
+        answer = f"Without segments a step needs {plain}, and no number of them lowers that."
+        return "Segments save nothing here", answer
     slower = sweep.seconds_per_step / sweep.seconds_per_step[0]
     quickest = 1 + int(slower[1:].argmin())
     costs = f"{slower[knee]:.2f} times as long"
@@ -216,9 +230,12 @@ def _segments_finding(subject: Subject, sweep: pd.DataFrame) -> tuple[str, str]:
 
 def terms(subject: Subject) -> Curve:
     """The terms of the peak, stacked, over the sequence length."""
-    lengths = np.unique(np.linspace(1, 2 * subject.spec.steps, LENGTHS).astype(int)).tolist()
-    rows = {steps: sizes for steps in lengths if (sizes := _terms_at(subject, steps)) is not None}
-    top_bytes = max(sum(sizes.values()) for sizes in rows.values())
+    sizes: dict[int, Terms] = {}
+    for steps in np.unique(np.linspace(1, 2 * subject.spec.steps, LENGTHS).astype(int)).tolist():
+        with suppress(MisuseError):  # longer than a spec allows
+            sizes[steps] = estimate_step(*subject.at_length(steps), subject.target).terms
+    rows = pd.DataFrame.from_dict(sizes, orient="index", columns=TERMS)
+    top_bytes = int(rows.sum(axis=1).max())
     asked = subject.spec.steps
     estimate = estimate_step(subject.spec, subject.candidate, subject.target)
     order = sorted(TERMS, key=lambda term: -estimate.terms[term])
@@ -231,9 +248,9 @@ def terms(subject: Subject) -> Curve:
         question="What fills the memory as sequences get longer?",
         answer=f"At {times(asked, 'step')}{pieces_phrase(subject.candidate)} and a microbatch of "
         f"{subject.candidate.microbatch:,}, by arithmetic: {parts}; {format_bytes(int(estimate.total_bytes))} in all.",
-        x=linear_axis("Sequence length", "time steps", [[*rows][-1] / 1.08]),
+        x=linear_axis("Sequence length", "time steps", [rows.index[-1] / 1.08]),
         y=linear_axis("Peak memory", "GiB", [top_bytes / GIB, *(mark.y or 0 for mark in visible)]),
-        series=_stack([*map(float, rows)], {times(steps, "step"): sizes for steps, sizes in rows.items()}, top_bytes),
+        series=_stack(rows, [times(steps, "step") for steps in rows.index]),
         marks=(*visible, Mark(text=times(asked, "step"), x=float(asked), role="chosen" if subject.plan else "note")),
     )
 
@@ -243,36 +260,23 @@ def _budget_in_sight(subject: Subject, top_bytes: int) -> list[Mark]:
     return [budget_mark(subject)] if 0.03 * top_bytes < subject.budget_bytes < 4 * top_bytes else []
 
 
-def _terms_at(subject: Subject, steps: int) -> dict[str, int] | None:
-    """The terms at another sequence length, or None if sequences cannot be that long."""
-    knobs = {"segments": min(subject.candidate.segments, steps)}
-    knobs |= {} if subject.candidate.window is None else {"window": min(subject.candidate.window, steps)}
-    try:
-        spec = subject.with_seq(steps)
-        sweep = subject.predict(subject.vary(spec, **knobs), spec)
-    except MisuseError:
-        return None
-    return {term: int(sweep[f"{term}_bytes"].iloc[0]) for term in TERMS}
-
-
-def _stack(x: list[float], rows: dict[str, dict[str, int]], peak_bytes: int) -> tuple[Series, ...]:
-    """One area for each term of named rows, the steadiest at the bottom, with all small terms in one area."""
-    columns = {term: [row[term] for row in rows.values()] for term in TERMS}
-    large = [term for term in TERMS if max(columns[term]) > SMALL * peak_bytes]
-    large.sort(key=lambda term: max(columns[term]) - min(columns[term]))
-    rest = [sum(row[term] for term in TERMS if term not in large) for row in rows.values()]
-    areas = [("all other terms", rest, 8)] if any(rest) else []
-    areas += [(term, columns[term], SLOTS[term]) for term in large]
+def _stack(rows: pd.DataFrame, names: list[str]) -> tuple[Series, ...]:
+    """One area for each term over the index of the rows, the steadiest at the bottom, with all small terms in one."""
+    large = rows.columns[rows.max() > SMALL * rows.sum(axis=1).max()]
+    large = sorted(large, key=lambda term: rows[term].max() - rows[term].min())
+    rest = rows.drop(columns=large).sum(axis=1)
+    areas = [("all other terms", rest, 8)] if rest.any() else []
+    areas += [(term, rows[term], SLOTS[term]) for term in large]
     return tuple(
         make_series(
-            name,
-            x,
-            np.divide(sizes, GIB),
+            term,
+            rows.index,
+            sizes / GIB,
             kind="area",
-            tips=(f"{row}: {name} {format_bytes(size)}" for row, size in zip(rows, sizes, strict=True)),
+            tips=(f"{name}: {term} {format_bytes(size)}" for name, size in zip(names, sizes, strict=True)),
             slot=slot,
         )
-        for name, sizes, slot in areas
+        for term, sizes, slot in areas
     )
 
 
@@ -294,11 +298,9 @@ def timeline(subject: Subject) -> Curve:
         title=f"{peak_words(peak).removesuffix('.')}: {format_bytes(totals[peak])}",
         question="When in a step is the memory needed?",
         answer=_timeline_answer(subject, totals, repeated),
-        x=Axis(
-            label="Moments of a step, not to scale", low=-0.15, high=len(moments) - 0.85, ticks=(*enumerate(names),)
-        ),
+        x=Axis(label="Moments of a step, not to scale", low=-0.15, high=len(moments) - 0.85, names=tuple(names)),
         y=linear_axis("Memory in use", "GiB", [totals[peak] / GIB, *(mark.y or 0 for mark in visible)]),
-        series=_stack([*map(float, range(len(moments)))], moments, totals[peak]),
+        series=_stack(pd.DataFrame([*moments.values()]), [*moments]),
         marks=tuple(marks),
     )
 
@@ -341,8 +343,8 @@ def _timeline_answer(subject: Subject, totals: dict[str, int], repeated: tuple[i
     least = min((name for name in totals if name != "before"), key=lambda name: totals[name])
     before, after = format_bytes(totals["before"]), format_bytes(totals[least])
     count, passes = subject.candidate.segments, subject.candidate.accumulation
-    answer = f"{before} are in use before a pass begins. "
-    answer += f"The least after that is {after}, in the {names.get(least, least)}."
+    answer = f"{before} are in use before a pass begins. The least after that is {after}, in the "
+    answer += f"{names.get(least, least)}."
     if repeated is not None:
         answer += f" The moments between the dotted lines come once for each of {count:,} segments, last one first."
     return answer + (f" A step has {passes:,} such passes and one update." if passes > 1 else "")

@@ -1,7 +1,6 @@
 """Draws a curve with Matplotlib: as a figure, as a PNG file, and as an SVG that follows the theme of its page."""
 
 import io
-import math
 import re
 import textwrap
 from typing import Any, NamedTuple
@@ -10,10 +9,10 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis as Side
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
-from numpy.typing import NDArray
+from matplotlib.ticker import Locator, LogLocator, MaxNLocator
 
 from oomguard._report.curve import Axis, Curve, Mark, Series
 from oomguard._report.draw_labels import place_labels
@@ -23,15 +22,13 @@ DPI = 160
 POINTS = 72
 """Points per inch: the unit of an SVG."""
 CHARACTER = 0.077
-"""Width of a character of an axis or a legend, in inches. Above the average, so that estimated widths suffice."""
-LINE = 0.2
-"""Height of a line of text, in inches."""
+"""Width of a character in inches. Above the average, so that estimated widths suffice."""
+MOST_TICKS = 9
+"""Labels along one logarithmic axis, at most. More would touch on a phone."""
 DASHES: tuple[Any, ...] = ("-", (0, (6, 3)), (0, (1.5, 2)), (0, (7, 2, 1.5, 2)), (0, (10, 3)))
 MARKERS = ("o", "s", "D", "^", "P")
 HATCHES = ("", "//", "..", "\\\\", "xx", "--", "||", "++", "")
 """Dashes, markers and hatches by slot, so that colour is never the only difference between two series."""
-BAND = 0.2
-"""Opacity of a band."""
 
 
 class Palette(NamedTuple):
@@ -82,37 +79,42 @@ NARROW = Size(width=3.9, height=4.6)
 
 def draw(curve: Curve, *, palette: Palette = LIGHT, size: Size = FILE, dpi: int = DPI) -> Figure:
     """The curve as a Matplotlib figure."""
-    settings: Any = {
+    with rc_context(_settings(palette)):
+        figure = Figure(figsize=(size.width, size.height), dpi=dpi, layout="constrained")
+        top = _write_title(figure, curve, size, palette) if size.titled else 0.04
+        top += 0.18 if any(mark.y is None for mark in curve.marks) else 0  # labels above the panel
+        panels = _make_panels(figure, curve, size)
+        legend = _draw_series(panels, curve, palette) | _draw_marks(panels, curve, palette)
+        _write_legend(figure, legend, size)
+        layout: Any = figure.get_layout_engine()
+        layout.set(rect=(0, 0, 1, 1 - top / size.height), w_pad=0.1, h_pad=0.05)
+        layout.execute(figure)
+        figure.set_layout_engine("none")  # what follows stays inside the panels
+        place_labels(panels, curve.marks, palette.paper)
+    return figure
+
+
+def _settings(palette: Palette) -> Any:
+    """The style of a picture, in Matplotlib's words."""
+    return {
         "font.family": ["DejaVu Sans"],  # comes with Matplotlib, and is so wide that other fonts fit its place
         "font.size": 9.5,
         "text.parse_math": False,
-        "text.color": palette.ink,
-        "axes.labelcolor": palette.ink,
-        "axes.edgecolor": palette.soft,
-        "axes.facecolor": palette.paper,
-        "xtick.labelcolor": palette.ink,
-        "ytick.labelcolor": palette.ink,
-        "xtick.color": palette.soft,
-        "ytick.color": palette.soft,
+        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), palette.ink),
+        **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), palette.soft),
+        **dict.fromkeys(("figure.facecolor", "axes.facecolor"), palette.paper),
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.axisbelow": True,
+        "axes.grid": True,
+        "grid.color": palette.line,
+        "legend.frameon": False,
+        "legend.fontsize": 9,
+        "legend.borderpad": 0,
+        "legend.handletextpad": 0.5,
+        "legend.columnspacing": 1.3,
+        "legend.labelspacing": 0.4,
     }
-    with rc_context(settings):
-        figure = Figure(figsize=(size.width, size.height), dpi=dpi, facecolor=palette.paper)
-        top = _write_title(figure, curve, size, palette) if size.titled else 0.08
-        legend = _legend_entries(curve, palette)
-        columns = _legend_columns([*legend], size)
-        legend_height = LINE * math.ceil(len(legend) / columns) if legend else 0.0
-        top += 0.22 if any(mark.y is None for mark in curve.marks) else 0.04  # labels above the panel
-        panels = _make_panels(figure, curve, top, legend_height, palette)
-        for number, panel in enumerate(panels):
-            _draw_series(panel, [one for one in curve.series if one.panel == number], palette)
-        _draw_marks(panels, curve, palette)
-        if legend:
-            corner = (0.1 / size.width, 0.05 / size.height)
-            figure.legend(
-                [*legend.values()], [*legend], loc="lower left", bbox_to_anchor=corner, ncols=columns, frameon=False,
-                fontsize=9, borderpad=0, borderaxespad=0, handletextpad=0.5, columnspacing=1.3, labelspacing=0.4,
-            )  # fmt: skip
-    return figure
 
 
 def to_png(curve: Curve) -> bytes:
@@ -181,75 +183,66 @@ def _write_title(figure: Figure, curve: Curve, size: Size, palette: Palette) -> 
     return below + 0.19 * len(answer) + 0.1
 
 
-def _legend_columns(names: list[str], size: Size) -> int:
-    """As many columns as fit beside one another."""
-    widest = max(map(len, names), default=0) * 0.9 * CHARACTER + 0.45
-    return max(1, min(len(names), int((size.width - 0.1) / widest)))
-
-
-def _make_panels(figure: Figure, curve: Curve, top: float, legend_height: float, palette: Palette) -> list[Axes]:
-    """One panel, or two above one another, between a top margin and the legend, both in inches."""
-    width, height = figure.get_size_inches()
+def _make_panels(figure: Figure, curve: Curve, size: Size) -> list[Axes]:
+    """One panel, or two above one another, with their axes."""
     axes = [curve.y] if curve.below is None else [curve.y, curve.below]
-    left = 0.42 + CHARACTER * max(len(text) for axis in axes for _, text in axis.ticks)
-    room = width - left - 0.08 - CHARACTER * max(map(len, curve.x.ticks[-1][1].split())) / 2
-    labels, ticks_height, style = _tick_labels(curve.x, room)
-    bottom = legend_height + ticks_height + 0.36
-    whole = height - top - bottom
-    heights = [whole] if len(axes) == 1 else [0.58 * whole, 0.36 * whole]
-    panels = []
-    for axis, floor, tall in zip(axes, (bottom + whole - heights[0], bottom), heights, strict=False):
-        panel = figure.add_axes((left / width, floor / height, room / width, tall / height))
-        _set_axis(panel, "x", curve.x, labels if axis is axes[-1] else [""] * len(labels), **style)
-        _set_axis(panel, "y", axis, [text for _, text in axis.ticks])
-        panel.set_ylabel(axis.text)
-        panel.grid(color=palette.line, linewidth=0.8)
-        panel.set_axisbelow(True)
-        panel.spines[["top", "right"]].set_visible(False)
-        panels.append(panel)
-    panels[-1].set_xlabel(curve.x.text)
+    grid = figure.subplots(len(axes), squeeze=False, sharex=True, height_ratios=(58, 36)[: len(axes)])
+    panels: list[Axes] = [*grid[:, 0]]
+    for panel, axis in zip(panels, axes, strict=True):
+        panel.set(ylabel=axis.text, yscale="log" if axis.base else "linear", ylim=(axis.low, axis.high))
+        _set_ticks(panel.yaxis, axis)
+    panels[-1].set(xlabel=curve.x.text, xscale="log" if curve.x.base else "linear", xlim=(curve.x.low, curve.x.high))
+    _set_ticks(panels[-1].xaxis, curve.x)
+    labels = panels[-1].get_xticklabels()
+    widest = CHARACTER * max(len(word) for label in labels for word in label.get_text().split())
+    for label in labels if widest * len(labels) > size.width - 1 else ():  # straight ones would touch
+        label.set(rotation=45, rotation_mode="anchor", ha="right", va="center")
     figure.align_ylabels(panels)
     return panels
 
 
-def _tick_labels(axis: Axis, room: float) -> tuple[list[str], float, dict[str, Any]]:
-    """The labels along the x axis, their height in inches, and their style: slanted if they would touch."""
-    labels = [text for _, text in axis.ticks]
-    widest = CHARACTER * max(len(word) for text in labels for word in text.split())
-    if widest > 0.95 * room / len(labels):
-        slant: dict[str, Any] = {"rotation": 45, "rotation_mode": "anchor", "ha": "right", "va": "center"}
-        return labels, 0.12 + 0.75 * CHARACTER * max(map(len, labels)), slant
-    lines = [text.replace(" ", "\n") for text in labels]
-    return lines, 0.05 + 0.17 * max(text.count("\n") + 1 for text in lines), {}
+def _set_ticks(side: Side, axis: Axis) -> None:
+    """Label an axis: with its names, at powers (of ten, also at 2 and 5 times powers), or at round numbers."""
+    few = axis.base == 10 and axis.high < 1000 * axis.low
+    locator: Locator = MaxNLocator(6, steps=(1, 2, 2.5, 5, 10))
+    if axis.base:
+        locator = LogLocator(axis.base, (1, 2, 5) if few else (1,), numticks=MOST_TICKS)
+    values = [value for value in locator.tick_values(axis.low, axis.high) if axis.low <= value <= axis.high]
+    labels = [short(value) if axis.base == 10 else f"{value:,.6g}" for value in values]
+    if axis.names:
+        values, labels = [*range(len(axis.names))], [name.replace(" ", "\n") for name in axis.names]
+    side.set_ticks([], minor=True)
+    side.set_ticks(values, labels=labels)
 
 
-def _set_axis(panel: Axes, name: str, axis: Axis, labels: list[str], **style: Any) -> None:
-    side = panel.xaxis if name == "x" else panel.yaxis
-    if axis.log:
-        getattr(panel, f"set_{name}scale")("log")
-        side.set_ticks([], minor=True)
-    side.set_ticks([value for value, _ in axis.ticks], labels=labels, **style)
-    getattr(panel, f"set_{name}lim")(axis.low, axis.high)
+def short(value: float) -> str:
+    """A number in a few characters.
+
+    >>> short(0.25), short(64), short(10_000), short(2_500_000)
+    ('0.25', '64', '10k', '2.5M')
+    """
+    unit, letter = next((pair for pair in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if value >= pair[0]), (1, ""))
+    return f"{value / unit:.3g}{letter}"
 
 
-def _legend_entries(curve: Curve, palette: Palette) -> dict[str, Artist]:
-    """What the legend shows, by name: every named series and the plan."""
-    entries: dict[str, Artist] = {}
+def _draw_series(panels: list[Axes], curve: Curve, palette: Palette) -> dict[str, Artist]:
+    """Draw all series. Returns what the legend shows: one of each name."""
+    legend: dict[str, Artist] = {}
+    floor = np.zeros(len(curve.series[0].x))
     for one in curve.series:
-        color, hatch = palette.colors[one.slot], HATCHES[one.slot]
-        if not one.name or one.name in entries:
-            continue
+        panel, color = panels[one.panel], palette.colors[one.slot]
+        artist: Artist
         if one.kind == "band":
-            entries[one.name] = Patch(facecolor=color, alpha=BAND, linewidth=0)
+            artist = panel.fill_between(one.x, one.low, one.y, color=color, alpha=0.2, linewidth=0)
         elif one.kind == "area":
-            entries[one.name] = Patch(facecolor=color, edgecolor=palette.paper, hatch=hatch, linewidth=0)
+            style: dict[str, Any] = {"facecolor": color, "edgecolor": palette.paper, "linewidth": 0.4}
+            artist = panel.fill_between(one.x, floor, floor + one.y, hatch=HATCHES[one.slot], **style)
+            floor = floor + one.y
         else:
-            larger = {"markersize": 7, "alpha": 0.8} if one.kind == "dots" else {}  # dots are hardly visible
-            entries[one.name] = Line2D([], [], **_line_style(one, palette) | larger)
-    for mark in curve.marks:
-        if mark.role == "chosen" and mark.y is not None:
-            entries[mark.text] = Line2D([], [], **_mark_style(mark, palette))
-    return entries
+            (artist,) = panel.plot(one.x, one.y, **_line_style(one, palette))
+        legend.setdefault(one.name, artist)
+    legend.pop("", None)
+    return legend
 
 
 def _line_style(series: Series, palette: Palette) -> dict[str, Any]:
@@ -263,6 +256,23 @@ def _line_style(series: Series, palette: Palette) -> dict[str, Any]:
     return style | {"linestyle": DASHES[series.slot % len(DASHES)], "linewidth": 2.2}
 
 
+def _draw_marks(panels: list[Axes], curve: Curve, palette: Palette) -> dict[str, Artist]:
+    """Draw marked points and lines without their labels. Returns the chosen candidate, which the legend names."""
+    legend: dict[str, Artist] = {}
+    for mark in curve.marks:
+        line: dict[str, Any] = {"color": palette.ink, "linewidth": 1.4}
+        line["linestyle"] = (0, (5, 3)) if mark.role == "budget" else (0, (1, 2))
+        if mark.x is None and mark.y is not None:
+            panels[mark.panel].axhline(mark.y, **line)
+        elif mark.y is None and mark.x is not None:
+            for panel in panels:
+                panel.axvline(mark.x, **line)
+        elif mark.x is not None and mark.y is not None and mark.role != "words":
+            (artist,) = panels[mark.panel].plot([mark.x], [mark.y], **_mark_style(mark, palette))
+            legend |= {mark.text: artist} if mark.role == "chosen" else {}
+    return legend
+
+
 def _mark_style(mark: Mark, palette: Palette) -> dict[str, Any]:
     """The look of a marked point: a star for the chosen candidate, a ring for a note."""
     style: dict[str, Any] = {"color": palette.ink, "linestyle": "none", "zorder": 5}
@@ -271,30 +281,11 @@ def _mark_style(mark: Mark, palette: Palette) -> dict[str, Any]:
     return style | {"marker": "o", "markersize": 10, "markerfacecolor": "none", "markeredgewidth": 2.0}
 
 
-def _draw_series(panel: Axes, series: list[Series], palette: Palette) -> None:
-    floor: NDArray[np.float64] | None = None
-    for one in series:
-        color = palette.colors[one.slot]
-        if one.kind == "band":
-            panel.fill_between(one.x, one.low, one.y, color=color, alpha=BAND, linewidth=0)
-        elif one.kind == "area":
-            low = np.zeros(len(one.x)) if floor is None else floor
-            floor = low + one.y
-            style: dict[str, Any] = {"facecolor": color, "edgecolor": palette.paper, "linewidth": 0.4}
-            panel.fill_between(one.x, low, floor, hatch=HATCHES[one.slot], **style)
-        else:
-            panel.plot(one.x, one.y, **_line_style(one, palette))
-
-
-def _draw_marks(panels: list[Axes], curve: Curve, palette: Palette) -> None:
-    """Draw marked points and lines, then put each label where it covers the least."""
-    for mark in curve.marks:
-        panel, dash = panels[mark.panel], (0, (5, 3)) if mark.role == "budget" else (0, (1, 2))
-        if mark.x is None and mark.y is not None:
-            panel.axhline(mark.y, color=palette.ink, linewidth=1.4, linestyle=dash)
-        elif mark.y is None and mark.x is not None:
-            for each in panels:
-                each.axvline(mark.x, color=palette.ink, linewidth=1.4, linestyle=dash)
-        elif mark.x is not None and mark.y is not None and mark.role != "words":
-            panel.plot([mark.x], [mark.y], **_mark_style(mark, palette))
-    place_labels(panels, curve.marks, palette.paper)
+def _write_legend(figure: Figure, entries: dict[str, Artist], size: Size) -> None:
+    """Write the legend below the panels, in as many columns as fit beside one another."""
+    widest = max(map(len, entries), default=0) * 0.9 * CHARACTER + 0.45
+    columns = max(1, min(len(entries), int((size.width - 0.1) / widest)))
+    legend = figure.legend([*entries.values()], [*entries], loc="outside lower left", ncols=columns)
+    for handle in legend.legend_handles:
+        if isinstance(handle, Line2D) and handle.get_markersize() < 6 and handle.get_marker() != "None":
+            handle.set(markersize=7, alpha=0.8)  # dots are hardly visible

@@ -67,11 +67,9 @@ def _values(name: str, values: Any) -> list[Any]:
     else:
         found = [values]
     if not found or len(found) > MOST_VALUES:
-        raise MisuseError(
-            rule=f"{flag(name)} must vary over 1 to {MOST_VALUES:,} values",
-            got=f"got {'none' if not found else f'{len(found):,}'}",
-            advice=EXAMPLES,
-        )
+        count = f"{len(found):,}" if found else "none"
+        rule = f"{flag(name)} must vary over 1 to {MOST_VALUES:,} values"
+        raise MisuseError(rule=rule, got=f"got {count}", advice=EXAMPLES)
     return [*dict.fromkeys(found)]
 
 
@@ -80,19 +78,13 @@ def _part(name: str, text: str) -> Iterable[Any]:
     match = _RANGE.fullmatch(text.replace("_", ""))
     if match is None:
         if ".." in text or not text:
-            raise MisuseError(
-                rule=f"The values of {flag(name)} must be whole numbers, words, or a range",
-                got=f"got {shown(text)}",
-                advice=EXAMPLES,
-            )
+            rule = f"The values of {flag(name)} must be whole numbers, words, or a range"
+            raise MisuseError(rule=rule, got=f"got {shown(text)}", advice=EXAMPLES)
         return [_value(text)]
     low, high, how, step = int(match[1]), int(match[2]), match[3] or "+", int(match[4] or 1)
     if low > high or step < (2 if how == "*" else 1) or (how == "*" and not low):
-        raise MisuseError(
-            rule=f"A range of {flag(name)} goes up, by steps of at least 1 or by a factor of at least 2",
-            got=f"got {shown(text)}",
-            advice=EXAMPLES,
-        )
+        rule = f"A range of {flag(name)} goes up, by steps of at least 1 or by a factor of at least 2"
+        raise MisuseError(rule=rule, got=f"got {shown(text)}", advice=EXAMPLES)
     if how == "+":
         return range(low, high + 1, step)
     return itertools.takewhile(lambda value: value <= high, (low * step**power for power in itertools.count()))
@@ -134,8 +126,12 @@ def make_grid(spec: Spec, candidate: Candidate, target: Target, over: Over) -> l
     Combinations that are impossible are left out. A value that is in no combination is an error.
     """
     fields = {name: values for name, values in over.items() if name not in KNOBS}
-    knobs = {name: values for name, values in over.items() if name in KNOBS}
     _check_size(over, math.prod(map(len, fields.values())))
+    knobs = {  # `Candidates` checks the values
+        name: getattr(Candidates(**{"microbatch": 1} | {name: values}), name)
+        for name, values in over.items()
+        if name in KNOBS
+    }
     groups, errors = list[tuple[Spec, Candidates]](), list[tuple[dict[str, Any], MisuseError]]()
     for combination in itertools.product(*fields.values()):
         chosen = dict(zip(fields, combination, strict=True))
@@ -144,8 +140,7 @@ def make_grid(spec: Spec, candidate: Candidate, target: Target, over: Over) -> l
         except MisuseError as error:
             errors.append((chosen, error))
             continue
-        candidates = _candidates(own, candidate, target, knobs)
-        groups += [] if candidates is None else [(own, candidates)]
+        groups += [(own, candidates) for candidates in _candidates(own, candidate, target, knobs)]
     for name, values in over.items():
         used = _used(name, groups)
         for value in values:
@@ -167,69 +162,40 @@ def _check_size(over: Over, specs: int) -> None:
             )
 
 
-def _candidates(spec: Spec, candidate: Candidate, target: Target, knobs: Over) -> Candidates | None:
-    """All possible candidates of a spec; None if there are none."""
-    index = np.indices([len(values) for values in knobs.values()] or [1])
-    index = index.reshape(len(index), -1)
+def _candidates(spec: Spec, candidate: Candidate, target: Target, knobs: dict[str, NDArray[Any]]) -> list[Candidates]:
+    """All possible candidates of a spec; empty if there are none."""
     columns: dict[str, Any] = {name: getattr(candidate, name) for name in KNOBS} | {"accumulation": None}
-    if "microbatch" not in knobs:
-        columns["microbatch"] = np.full(index.shape[1], min(columns["microbatch"], spec.batch))
-    for number, (name, values) in enumerate(knobs.items()):
-        columns[name] = _column(values)[index[number]]
-    possible = _possible(spec, columns, target)
+    columns["microbatch"] = np.full(math.prod(map(len, knobs.values())), min(candidate.microbatch, spec.batch))
+    columns |= dict(zip(knobs, map(np.ravel, np.meshgrid(*knobs.values(), indexing="ij")), strict=True))
+    possible = _possible(spec, {name: np.asarray(column) for name, column in columns.items()}, target)
     if not possible.any():
-        return None
-    kept = {name: value[possible] if isinstance(value, np.ndarray) else value for name, value in columns.items()}
-    return serve(spec, Candidates(**kept))
+        return []
+    kept = {name: column[possible] if isinstance(column, np.ndarray) else column for name, column in columns.items()}
+    return [serve(spec, Candidates(**kept))]
 
 
-def _column(values: list[Any]) -> NDArray[Any]:
-    if len({type(value) for value in values}) == 1:
-        return np.array(values)
-    return np.array([*values, ()], dtype=object)[:-1]  # the tuple keeps numbers beside None or words as they are
-
-
-def _possible(spec: Spec, columns: dict[str, Any], target: Target) -> NDArray[np.bool_]:
-    """Where a candidate is possible by the rules of `check_candidate` and `engine_for`.
-
-    Values of a wrong type count as possible here: `Candidates` refuses them with a better message.
-    """
-    rows, segments = _numbers(columns["microbatch"]), _numbers(columns["segments"])
-    several, deep = segments > 1, _numbers(columns["levels"]) > 1
-    windows, recompute = ~is_none(columns["window"]), np.asarray(columns["recompute"], dtype=bool)
-    possible = (rows <= spec.batch) & (segments <= spec.steps) & ~(windows & several) & ~(deep & ~recompute)
-    possible = possible & (np.where(windows, _numbers(columns["window"]), 1) <= spec.steps)
+def _possible(spec: Spec, columns: dict[str, NDArray[Any]], target: Target) -> NDArray[np.bool_]:
+    """Where a candidate is possible by the rules of `check_candidate` and `engine_for`."""
+    several, deep, stored = columns["segments"] > 1, columns["levels"] > 1, ~columns["recompute"].astype(bool)
+    windowed = ~is_none(columns["window"])
+    window = np.where(windowed, columns["window"], 1).astype(int)
+    fits = (columns["microbatch"] <= spec.batch) & (columns["segments"] <= spec.steps) & (window <= spec.steps)
+    possible: NDArray[np.bool_] = fits & ~(windowed & several) & ~(deep & stored)
     if spec.bidirectional:
-        possible = possible & ~windows & ~(several & ~recompute) & ~deep
-    engines = np.asarray(columns["engine"], dtype=object)
-    for engine in {*np.atleast_1d(engines).tolist()}:
-        if not _runs(spec, engine, target):
-            possible = possible & (engines != engine)
-    return np.broadcast_to(possible, rows.shape)
-
-
-def _numbers(values: Any) -> NDArray[Any]:
-    """Whole numbers as they are, and 1 for everything else."""
-    array = np.asarray(values)
-    if array.dtype.kind in "iu":
-        return array
-    return np.array([value if type(value) is int else 1 for value in np.atleast_1d(array.astype(object))])
-
-
-def _runs(spec: Spec, engine: Any, target: Target) -> bool:
-    try:
-        engine_for(spec, Candidate(microbatch=1, engine=engine), target)
-    except MisuseError as error:
-        return not error.rule.startswith("On ")  # `Candidates` refuses an engine that does not exist
-    return True
+        possible = possible & ~windowed & ~(several & stored) & ~deep
+    for engine in {*np.atleast_1d(columns["engine"]).tolist()}:
+        try:
+            engine_for(spec, Candidate(microbatch=1, engine=engine), target)
+        except MisuseError:
+            possible = possible & (columns["engine"] != engine)
+    return possible
 
 
 def _used(name: str, groups: list[tuple[Spec, Candidates]]) -> set[Any]:
     """The values of a knob or field that are in some row."""
     if name not in KNOBS:
         return {getattr(spec, name) for spec, _ in groups}
-    columns = [np.atleast_1d(np.asarray(getattr(candidates, name), dtype=object)) for _, candidates in groups]
-    return {value for column in columns for value in {*column.tolist()}}
+    return {value for _, candidates in groups for value in np.atleast_1d(getattr(candidates, name)).tolist()}
 
 
 def _error_of(

@@ -22,6 +22,7 @@ from oomguard._estimate.target import Target
 from oomguard._plan.store import load_plan
 from oomguard._plan.value import Plan
 from oomguard._predict.calibration import Calibration, same_model
+from oomguard._predict.fit import pareto_front
 from oomguard._probe.record import RECORDS, Ledger, Record
 from oomguard._report.grid import Over, check_own_spec, fields_for, read_over
 from oomguard._report.words import SHAPE
@@ -46,15 +47,12 @@ class Subject:
     """
 
     spec: Spec
-    """The model and its sequences."""
     target: Target
-    """The device."""
     budget_bytes: int
     """The bytes that the process may use there."""
     candidate: Candidate
     """The values of knobs that do not vary; of a plan, the chosen candidate."""
     precisions: tuple[str, ...] = ("fp32",)
-    """The precisions to compare."""
     records: tuple[Record, ...] = ()
     """The records of such models on this device."""
     plan: Plan | None = None
@@ -157,21 +155,25 @@ class Subject:
             "doubt": doubt,
             "tokens_per_second": spec.steps * spec.batch / seconds,
         }
-        return pd.DataFrame(
-            {name: spread(name, column, len(candidates)) for name, column in columns.items()}, copy=False
-        )
+        table = pd.DataFrame(columns, index=range(len(candidates)), copy=False)
+        return table.astype({"window": "Int64", "threads": "Int64"})
 
     def with_seq(self, steps: int) -> Spec:
         """The subject's spec with all sequences of the given length."""
         return msgspec.structs.replace(self.spec, seq=steps, lengths=None)
 
+    def at_length(self, steps: int) -> tuple[Spec, Candidate]:
+        """The spec with sequences of the given length, and the candidate with segments and window for it."""
+        segments, window = min(self.candidate.segments, steps), self.candidate.window
+        window = None if window is None else min(window, steps)
+        return self.with_seq(steps), msgspec.structs.replace(self.candidate, segments=segments, window=window)
 
-def spread(name: str, value: Any, length: int) -> Any:
-    """A column of a table from a value or an array; whole numbers that may be missing have pandas' type for that."""
-    column = np.broadcast_to(np.asarray(value, dtype=object if value is None else None), length)
-    if name in ("window", "threads", "measured_peak_bytes"):
-        return pd.array(column, dtype="Int64")
-    return pd.array(column, dtype="string") if name == "verdict" else column
+
+def front_of(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows that fit and that no other one beats in both memory and speed, the least memory first."""
+    fitting = table[table["fits"]]
+    front = fitting[pareto_front(fitting["peak_bytes"], -fitting["tokens_per_second"])]
+    return front.sort_values("peak_bytes", kind="stable")
 
 
 def subject_of(plan: Plan) -> Subject:
@@ -320,10 +322,8 @@ def for_charts(subject: Subject) -> Subject:
             advice=f"Write .csv, or give one {' and one '.join(map(flag, other))}.",
         )
     subject = replace(subject, precisions=tuple(over.get("precision", subject.precisions)))
-    longest = max((subject.with_seq(steps) for steps in over.get("seq", ())), key=lambda spec: spec.steps, default=None)
-    if longest is None or longest == subject.spec:
+    lengths = [subject.with_seq(steps).steps for steps in over.get("seq", ())]  # `Spec` checks them
+    spec, candidate = subject.at_length(max(lengths, default=subject.spec.steps))
+    if not lengths or spec == subject.spec:
         return subject
-    candidate, steps = subject.candidate, longest.steps
-    window = None if candidate.window is None else min(candidate.window, steps)
-    candidate = msgspec.structs.replace(candidate, segments=min(candidate.segments, steps), window=window)
-    return replace(subject, spec=longest, candidate=candidate, plan=None)
+    return replace(subject, spec=spec, candidate=candidate, plan=None)

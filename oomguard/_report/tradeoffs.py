@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from oomguard._core.errors import MisuseError, check_choice, shown
 from oomguard._core.system import write_file
 from oomguard._core.units import format_bytes, format_seconds
 from oomguard._estimate.moments import TERMS
-from oomguard._predict.fit import pareto_front
 from oomguard._probe.record import Record
 from oomguard._report.curves import MAKERS, curves_of
 from oomguard._report.grid import Over, make_grid
-from oomguard._report.subject import Subject, for_charts, spread
+from oomguard._report.subject import Subject, for_charts, front_of
 from oomguard._report.tables import Section, Table, printer, show_sections
 from oomguard._report.words import NONE, figure, spec_words, times
 from oomguard._spec.candidate import KNOBS
@@ -38,8 +36,13 @@ ALWAYS = ("seq", "batch")
 """The fields of the spec that every table has as columns."""
 PREDICTED = ("peak_bytes", "margin_bytes", "fits", "seconds_per_step", "time_factor", "tokens_per_second")
 """The columns of a table that are predicted."""
-MEASURED = ("measured_peak_bytes", "measured_seconds_per_step", "measured_tokens_per_second", "verdict")
-"""The columns of a table that are measured."""
+MEASURED = {
+    "measured_peak_bytes": "Int64",
+    "measured_seconds_per_step": "float64",
+    "measured_tokens_per_second": "float64",
+    "verdict": "string",
+}
+"""The columns of a table that are measured, and their types."""
 
 
 def make_table(subject: Subject) -> pd.DataFrame:
@@ -55,47 +58,28 @@ def make_table(subject: Subject) -> pd.DataFrame:
     for spec, candidates in make_grid(subject.spec, subject.candidate, subject.target, subject.varied):
         part = subject.predict(candidates, spec)
         own = {name: getattr(spec, name) for name in fields} | {"time_factor": np.exp(part["doubt"])}
-        parts.append(part.assign(**own, **_measured(subject.records, spec, part)))
+        parts.append(_with_measured(subject.records, spec, part).assign(**own))
     columns = [*fields, *KNOBS, *(f"{term}_bytes" for term in TERMS), "total_bytes", *PREDICTED, *MEASURED]
     table = pd.concat(parts, ignore_index=True)[columns]
     table.attrs = {"device": subject.target.device, "budget_bytes": subject.budget_bytes}
     return table
 
 
-def _measured(records: Sequence[Record], spec: Spec, table: pd.DataFrame) -> dict[str, Any]:
-    """The measured columns: for each candidate, its latest record."""
-    columns: dict[str, NDArray[Any]] = {
-        "measured_peak_bytes": np.full(len(table), None, dtype=object),
-        "measured_seconds_per_step": np.full(len(table), np.nan),
-        "measured_tokens_per_second": np.full(len(table), np.nan),
-        "verdict": np.full(len(table), None, dtype=object),
-    }
+def _with_measured(records: Sequence[Record], spec: Spec, table: pd.DataFrame) -> pd.DataFrame:
+    """The table with the measured columns: for each candidate, its latest record."""
+    knobs = [name for name, knob in KNOBS.items() if knob.searched]
+    rows = []
     for record in sorted(records, key=lambda record: record.started):
         if record.spec == spec:
-            rows, ran = _rows_of(record, table), record.verdict.ran
-            columns["measured_peak_bytes"][rows] = record.peak_bytes if ran else None
-            columns["measured_seconds_per_step"][rows] = record.seconds_per_step if ran else np.nan
-            columns["measured_tokens_per_second"][rows] = record.tokens_per_second if ran else np.nan
-            columns["verdict"][rows] = record.verdict.name
-    return {name: spread(name, column, len(table)) for name, column in columns.items()}
-
-
-def _rows_of(record: Record, table: pd.DataFrame) -> NDArray[np.bool_]:
-    """The rows of the candidate that a record is of."""
-    allocator = record.candidate.allocator or ("steady" if record.device == "cpu" else "plain")
-    knobs = msgspec.structs.asdict(record.candidate) | {"engine": record.engine or "", "allocator": allocator}
-    rows = np.ones(len(table), dtype=bool)
-    for name, value in knobs.items():
-        if KNOBS[name].searched:
-            rows &= (table[name].isna() if value is None else table[name].eq(value).fillna(False)).to_numpy(dtype=bool)
-    return rows
-
-
-def front_of(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows that fit and that no other one beats in both memory and speed, the least memory first."""
-    fitting = table[table["fits"]]
-    front = fitting[pareto_front(fitting["peak_bytes"], -fitting["tokens_per_second"])]
-    return front.sort_values("peak_bytes", kind="stable")
+            allocator = record.candidate.allocator or ("steady" if record.device == "cpu" else "plain")
+            own = msgspec.structs.asdict(record.candidate) | {"engine": record.engine or "", "allocator": allocator}
+            values = (record.peak_bytes, record.seconds_per_step, record.tokens_per_second)
+            figures = values if record.verdict.ran else (None, None, None)
+            rows.append([*(own[name] for name in knobs), *figures, record.verdict.name])
+    if not rows:
+        return table.assign(**{name: pd.array([None] * len(table), dtype=kind) for name, kind in MEASURED.items()})
+    latest = pd.DataFrame(rows, columns=[*knobs, *MEASURED]).drop_duplicates(knobs, keep="last")
+    return table.merge(latest.astype(table.dtypes[knobs].to_dict() | MEASURED), how="left", on=knobs)
 
 
 def check_written(output: str | None, curve: str | None) -> str | None:

@@ -16,7 +16,7 @@ from oomguard._estimate.breakdown import estimate_step
 from oomguard._predict.fit import pareto_front
 from oomguard._report.curve import Curve, Mark, Series
 from oomguard._report.curves import MAKERS, curves_of
-from oomguard._report.curves_length import longest_steps, region, rounded_down, with_segments, without_segments
+from oomguard._report.curves_fit import front, longest_steps, predict_ways, region, rounded_down
 from oomguard._report.curves_memory import (
     ENOUGH,
     knee_row,
@@ -26,7 +26,6 @@ from oomguard._report.curves_memory import (
     segments_sweep,
     timeline,
 )
-from oomguard._report.curves_speed import front, throughput
 from oomguard._spec.spec import Spec
 
 each_subject = pytest.mark.parametrize("about", EVERY)
@@ -61,10 +60,10 @@ def test_every_curve_of_every_subject_is_whole(about: str, name: str) -> None:
     for axis in filter(None, (curve.x, curve.y, curve.below)):
         assert math.isfinite(axis.low)
         assert axis.low < axis.high < math.inf
-        assert not axis.log or axis.low > 0
+        assert not axis.base or axis.low > 0
     for one in curve.series:
         assert np.isfinite([*one.x, *one.y, *one.low]).all()
-        assert not curve.x.log or all(x > 0 for x in one.x)
+        assert not curve.x.base or all(x > 0 for x in one.x)
 
 
 @each_subject
@@ -100,24 +99,21 @@ def test_words_of_a_point_are_its_figures() -> None:
 
 def test_titles_and_questions_of_a_small_model_on_a_card() -> None:
     made = {one.name: one for one in curves_of(subject(seq=1000, budget="1GiB", device="t4"))}
-    assert {name: made[name].title for name in ("region", "microbatch", "throughput", "terms")} == {
+    assert {name: made[name].title for name in ("region", "microbatch", "terms")} == {
         "region": "1,000 steps fit with segments and the whole batch in one pass",
         "microbatch": "Microbatches of up to 26 fit",
-        "throughput": "The larger the microbatch, the faster, up to the whole batch",
         "terms": "Activations take 39% of the peak",
     }
     assert made["front"].question == "How much memory does speed need?"
     assert made["segments"].question == "How much memory do segments save, and how much time do they cost?"
-    assert [one.name for one in made["longest"].series] == ["without segments", "with segments"]
-    moments = ["before", "forward", "loss", "head", "layers", "optimizer"]
-    assert [text for _, text in made["timeline"].x.ticks] == moments
+    assert made["timeline"].x.names == ("before", "forward", "loss", "head", "layers", "optimizer")
     about = subject(seq=1000, budget="1GiB", device="t4")
     found = segments_sweep(about)
     assert found.segments[:5].tolist() == [1, 2, 3, 4, 5]
     assert found.segments[knee_row(found)] == 13
     assert largest_microbatch(about, "fp32") == 26
-    assert without_segments(about, about.spec, 32).fits.tolist() == [False]
-    assert with_segments(about, about.spec, 32).fits.any()
+    assert predict_ways(about, about.spec, 32, segments=False).fits.tolist() == [False]
+    assert predict_ways(about, about.spec, 32, segments=True).fits.any()
 
 
 def test_the_flag_names_every_curve() -> None:
@@ -131,11 +127,11 @@ def test_a_plan_has_all_curves_and_a_spec_too() -> None:
     assert [one.name for one in oomguard.curves(spec, device="t4")] == [*MAKERS]
 
 
-@pytest.mark.parametrize("name", ["microbatch", "segments", "front", "longest", "terms"])
+@pytest.mark.parametrize("name", ["microbatch", "segments", "front", "terms"])
 def test_the_budget_line_is_where_the_budget_is(name: str) -> None:
     found = mark(MAKERS[name](subject()), "budget")
     assert found.role == "budget"
-    assert (found.x if name in ("front", "longest") else found.y) == BUDGET_BYTES / GIB
+    assert (found.x if name == "front" else found.y) == BUDGET_BYTES / GIB
 
 
 @pytest.mark.parametrize("device", ["cpu", "a100-80gb", "t4"])
@@ -185,12 +181,12 @@ def test_where_segments_save_nothing_that_is_said() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "t4"])
-@pytest.mark.parametrize("way", [without_segments, with_segments])
-def test_the_longest_sequence_fits_and_a_slightly_longer_one_does_not(device: str, way: Any) -> None:
+@pytest.mark.parametrize("segments", [False, True])
+def test_the_longest_sequence_fits_and_a_slightly_longer_one_does_not(device: str, segments: bool) -> None:
     about = subject(device=device, batch=8)
-    steps = longest_steps(about, way, 8)
-    assert way(about, about.with_seq(steps), 8).fits.any()
-    assert not way(about, about.with_seq(round(steps * 1.0015) + 1), 8).fits.any()
+    steps = longest_steps(about, 8, segments)
+    assert predict_ways(about, about.with_seq(steps), 8, segments).fits.any()
+    assert not predict_ways(about, about.with_seq(round(steps * 1.0015) + 1), 8, segments).fits.any()
 
 
 def test_the_border_of_the_region_agrees_with_estimates() -> None:
@@ -236,22 +232,18 @@ def test_dots_that_do_not_fit_are_those_whose_margin_does_not() -> None:
     assert max(line(curve, "fits").x) < about.budget_bytes / GIB
 
 
-def test_measured_speeds_are_points_beside_the_predicted_line() -> None:
-    curve = throughput(planned())
+def test_measured_peaks_are_points_beside_the_predicted_line() -> None:
     record = plan().record
     assert record is not None
-    points = line(curve, "measured")
-    assert (record.candidate.microbatch, record.tokens_per_second) in [*zip(points.x, points.y, strict=True)]
-    predicted = dict(zip(*(getattr(line(curve, "fp32, predicted"), side) for side in "xy"), strict=True))
-    assert predicted[32.0] == pytest.approx(record.tokens_per_second, rel=0.05)
-    shown = sum(len(one.x) for one in curve.series if one.kind == "points")
-    assert shown == sum(one.verdict.ran for one in plan().records)
+    for name in ("segments", "microbatch"):
+        points = line(MAKERS[name](planned()), "measured")
+        assert (getattr(record.candidate, name), plan().peak_bytes / GIB) in [*zip(points.x, points.y, strict=True)]
 
 
 def test_without_records_a_speed_is_called_a_guess() -> None:
-    assert "guessed" in throughput(subject()).y.unit
-    assert "Nothing has been measured" in throughput(subject()).answer
-    assert "guess" not in throughput(planned()).y.unit
+    assert "guessed" in front(subject()).y.unit
+    assert "Nothing has been measured" in front(subject()).answer
+    assert "guess" not in front(planned()).y.unit
 
 
 @each_subject
@@ -316,14 +308,10 @@ def test_of_lengths_the_longest_is_drawn() -> None:
 
 def test_segments_that_are_asked_for_are_those_that_sequences_are_cut_into() -> None:
     few, many = (subject(batch=8, over=over) for over in ({"segments": [1, 4]}, {}))
-    assert {*with_segments(few, few.spec, 8).segments} == {1, 4}
-    assert (
-        longest_steps(few, without_segments, 8)
-        < longest_steps(few, with_segments, 8)
-        < longest_steps(many, with_segments, 8) / 2
-    )
-    for name in ("region", "longest"):
-        assert MAKERS[name](few).answer != MAKERS[name](many).answer
+    assert {*predict_ways(few, few.spec, 8, segments=True).segments} == {1, 4}
+    whole, in_few = (longest_steps(few, 8, segments) for segments in (False, True))
+    assert whole < in_few < longest_steps(many, 8, segments=True) / 2
+    assert region(few).answer != region(many).answer
 
 
 def test_a_card_and_its_plan_can_be_drawn() -> None:

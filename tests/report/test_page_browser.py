@@ -131,7 +131,7 @@ def fact(page: Page, name: str) -> tuple[str, str]:
 def test_a_page_opens_without_an_error_and_asks_nobody(kind: str, open_plan: Open) -> None:
     opened = open_plan(kind)
     assert opened.page.locator(".plot svg").count() == 2 * opened.page.locator(".plot").count() > 0
-    assert opened.page.locator(".plot svg:visible").count() == opened.page.locator(".curve").count() == 8
+    assert opened.page.locator(".plot svg:visible").count() == opened.page.locator(".curve").count() == 6
     assert opened.page.locator(".plot svg a").count() == 0
     assert opened.page.evaluate("window.hacked") is None
     assert opened.errors == []
@@ -284,7 +284,7 @@ def test_on_paper_a_curve_is_as_wide_as_the_text_and_tips_are_gone(dark_page: Pa
 def test_words_in_a_curve_are_not_cut_off_nor_run_into_each_other(kind: str, width: int, open_plan: Open) -> None:
     page = open_plan(kind).page
     page.set_viewport_size({"width": width, "height": 844})
-    assert page.locator(".narrow:visible").count() == (8 if width == 390 else 0)
+    assert page.locator(".narrow:visible").count() == (6 if width == 390 else 0)
     assert page.evaluate(BEYOND) == []
     assert page.evaluate(TOUCHING) == []
     page.set_viewport_size({"width": 1280, "height": 800})

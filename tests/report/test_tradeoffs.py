@@ -18,7 +18,7 @@ from oomguard._estimate.moments import TERMS
 from oomguard._predict.fit import pareto_front
 from oomguard._probe.record import RECORDS, Ledger, Record
 from oomguard._probe.verdict import Verdict
-from oomguard._report.tradeoffs import front_of
+from oomguard._report.subject import front_of
 from oomguard._spec.candidate import KNOBS, Candidate
 from oomguard._spec.spec import Spec
 
