@@ -14,9 +14,9 @@ from oomguard._device import Device, card_index, open_device
 from oomguard._device.budget import Budget
 from oomguard._device.cpu import cores
 from oomguard._estimate.target import Target
+from oomguard._plan.advice import explain
 from oomguard._plan.make import make_plan
-from oomguard._plan.shortfall import NothingFitsError, explain
-from oomguard._plan.value import Environment, Plan
+from oomguard._plan.value import Environment, NothingFitsError, Plan
 from oomguard._predict.calibration import same_model
 from oomguard._probe.record import check_seconds, open_ledger, torch_version
 from oomguard._probe.runner import Runner

@@ -119,7 +119,7 @@ def _pictures(curve: Curve, words: str) -> list[tuple[str, str, list[tuple[float
 def _scale_bytes(plan: Plan) -> int:
     """Bytes of the longest possible bar."""
     plain = plan.plain.expected
-    return max(plan.budget_bytes, min(plain.peak_bytes + plain.margin_bytes, int(LONGEST_BAR * plan.budget_bytes)))
+    return max(plan.budget_bytes, min(plain.safe_bytes, int(LONGEST_BAR * plan.budget_bytes)))
 
 
 def _bars(plan: Plan) -> list[Bar]:
