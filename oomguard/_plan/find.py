@@ -31,7 +31,7 @@ from oomguard._search.run import (
     user_directory,
 )
 from oomguard._search.space import Choices, Problem, check_allow, check_fixed, check_maximize, make_space
-from oomguard._spec.candidate import KNOBS, Candidate, check_candidate
+from oomguard._spec.candidate import KNOBS, make_candidate
 from oomguard._spec.spec import Spec
 
 
@@ -77,17 +77,15 @@ def is_here(device: str) -> bool:
 
 def _check_knobs(spec: Spec, fixed: dict[str, Any]) -> None:
     """Raise unless a candidate of the spec can have these knobs."""
+    known = [name for name in KNOBS if name != "accumulation"]
     for name in fixed:
-        if name not in KNOBS or name == "accumulation":
-            known = [name for name in KNOBS if name != "accumulation"]
+        if name not in known:
             raise MisuseError(
                 rule="A knob can be fixed by its name (the accumulation follows from the microbatch)",
                 got=f"got {shown(name)}",
                 advice=nearest(name, known),
             )
-    rows = fixed.get("microbatch", 1)
-    check_whole("microbatch", rows, 1, spec.batch)
-    check_candidate(spec, Candidate(**{"microbatch": rows, "accumulation": -(-spec.batch // rows)} | fixed))
+    make_candidate(spec, **{"microbatch": 1} | fixed)
 
 
 def find_plan(

@@ -40,7 +40,7 @@ def plan_json(plan: Plan) -> str:
 
 def shortfall_json(shortfall: Shortfall) -> dict[str, Any]:
     """Why there is no plan, as one JSON object."""
-    return {"fits": False, "message": shortfall.message} | msgspec.to_builtins(shortfall)
+    return {"fits": False, "message": shortfall.message, **msgspec.to_builtins(shortfall)}
 
 
 def show_result(plan: Plan, path: Path | None, console: "Console") -> None:

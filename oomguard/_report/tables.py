@@ -14,7 +14,7 @@ import msgspec
 from oomguard._core.errors import visible
 
 if TYPE_CHECKING:  # rich is imported where it is used: --json does not need it
-    from rich.console import Console
+    from rich.console import Console, JustifyMethod
     from rich.table import Table as RichTable
     from rich.text import Text
 
@@ -130,14 +130,12 @@ def _rich_table(table: Table, widths: list[int], gap: int, console: "Console") -
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    grid = RichTable(
-        box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="dim", show_header=any(table.header)
-    )
+    headed = any(table.header)
+    grid = RichTable(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="dim", show_header=headed)
     styles = table.styles or ("",) * len(widths)
+    justify: dict[str, JustifyMethod] = {"l": "left", "r": "right"}
     for head, side, width, style in zip(table.header, table.align, widths, styles, strict=True):
-        grid.add_column(
-            Text(safe(head, console)), justify="right" if side == "r" else "left", min_width=width, style=style
-        )
+        grid.add_column(Text(safe(head, console)), justify=justify[side], min_width=width, style=style)
     for number, row in enumerate(table.rows):
         total = number == len(table.rows) - table.sums
         grid.add_row(*(Text(safe(cell, console)) for cell in row), style="bold" if total else "")
