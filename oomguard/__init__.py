@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from oomguard._api import curves, estimate, find_feasible_config, guard, predict, probe, tradeoffs, train
     from oomguard._core.errors import GuardError, MisuseError, OomguardError
     from oomguard._estimate.breakdown import Estimate
-    from oomguard._plan.shortfall import NothingFitsError
     from oomguard._plan.store import load_plan, save_plan
-    from oomguard._plan.value import Plan
+    from oomguard._plan.value import NothingFitsError, Plan
     from oomguard._probe.record import Ledger, Record
     from oomguard._probe.runner import Runner
     from oomguard._probe.verdict import Verdict
@@ -60,9 +59,8 @@ _MODULES = {
     "_api": "curves estimate find_feasible_config guard predict probe tradeoffs train",
     "_core.errors": "GuardError MisuseError OomguardError",
     "_estimate.breakdown": "Estimate",
-    "_plan.shortfall": "NothingFitsError",
     "_plan.store": "load_plan save_plan",
-    "_plan.value": "Plan",
+    "_plan.value": "NothingFitsError Plan",
     "_probe.record": "Ledger Record",
     "_probe.runner": "Runner",
     "_probe.verdict": "Verdict",

@@ -154,8 +154,8 @@ def _plan(*, device: str = "cpu", output: str = "plan.json", json: bool = False,
     Exit codes: 0 a plan was written, 1 nothing fits (with advice), 2 wrong usage.
     """
     from oomguard._api import find_feasible_config
-    from oomguard._plan.shortfall import NothingFitsError
     from oomguard._plan.store import save_plan
+    from oomguard._plan.value import NothingFitsError
     from oomguard._report.plan import plan_json, shortfall_json, show_result, show_shortfall
     from oomguard._report.progress import live
 

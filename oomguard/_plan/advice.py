@@ -1,27 +1,28 @@
-"""Advice: what would lower the peak of one candidate. Every figure is the estimate of the changed spec or candidate.
+"""Advice: what would make one candidate fit (`advise`), or any candidate of a search (`explain`), with its figures."""
 
-shortfall.py asks the same for a whole search. It tries the same changes of the spec (`change_spec`) and writes changes
-in the same words (`in_flags`), but its figures are those of all candidates.
-"""
-
+import importlib.util
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any, SupportsInt
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from oomguard._core.errors import MisuseError, flag
 from oomguard._core.units import format_bytes
-from oomguard._estimate.breakdown import Estimate, estimate_batch, estimate_step, margin_bytes
+from oomguard._estimate.breakdown import Estimate, estimate_batch, estimate_step
 from oomguard._estimate.engines import cudnn
 from oomguard._estimate.malloc import setting_of
 from oomguard._estimate.passes import make_pass, piece_steps
 from oomguard._estimate.target import Target
+from oomguard._plan.value import Shortfall, Way, figures
 from oomguard._predict.calibration import Prediction
-from oomguard._search.lengths import padded_share, padded_tokens
+from oomguard._probe.record import Record
+from oomguard._search.lengths import longest_that_fits, padded_share, padded_tokens, with_steps
+from oomguard._search.screen import screen
+from oomguard._search.space import ALLOWED, Problem, make_space
 from oomguard._spec.candidate import KNOBS, Candidate, Candidates, serve
 from oomguard._spec.spec import Spec
 
@@ -35,6 +36,10 @@ NATIVE_TIME = 1.3
 """Time of a native LSTM in units of oneDNN's, torch 2.13 on a 2-core CPU, T = 500, B = 16."""
 FAMILIES = (("sgd-momentum", "sgd"), ("adam", "adamw", "rmsprop", "adagrad", "adafactor", "adam8bit"))
 """Optimizers that can replace one another."""
+MOST = 0.9
+"""Share of the budget from which on the runtime alone fills it."""
+WORTH_STEPS = 16
+"""Shorter sequences than this are not advised."""
 
 
 class Cost(IntEnum):
@@ -45,30 +50,13 @@ class Cost(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A change, and what would then be needed."""
+    """A change in a sentence, and what would then be needed."""
 
     text: str
-    """The change in a sentence."""
     need: Prediction
-    """The peak and its margin after the change."""
     cost: Cost
     fields: dict[str, Any] = field(default_factory=dict)
-    """The new fields of the spec and the new knobs."""
-    sure: bool = False
-    """Whether it is worth naming whatever it saves."""
-
-
-def in_flags(**fields: Any) -> str:
-    """Fields of a spec, knobs or options as the command line takes them.
-
-    >>> in_flags(microbatch=8, layer_norm=True, batch_first=False)
-    '--microbatch 8 --layer-norm no --batch-first'
-    """
-    words = {True: "{}", False: "no {}"}
-    return " ".join(
-        (words[value] if isinstance(value, bool) else f"{{}} {value}").format(flag(name))
-        for name, value in fields.items()
-    )
+    """The new fields of the spec and the new knobs. Without any, the change is named whatever it saves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,35 +76,28 @@ class Case:
     @property
     def now(self) -> Prediction:
         """What is needed without any change."""
-        return _need(self.estimate.total_bytes, self.estimate.margin_bytes)
+        return _needs(self.estimate)[0]
 
     @property
     def tight(self) -> bool:
         """Whether it needs over half of the budget: below that, nothing that costs time or exactness is advised."""
-        budget_bytes = self.estimate.budget_bytes
-        return budget_bytes is None or 2 * self.now.safe_bytes > budget_bytes
+        return 2 * self.now.safe_bytes > (self.estimate.budget_bytes or 0)
 
     @property
     def most_steps(self) -> int:
         """Steps that the engine takes in one call."""
         return cudnn.MAX_STEPS if self.estimate.engine == "cudnn" else self.spec.steps
 
-    def need(self, **fields: Any) -> Prediction | None:
-        """What is needed with other fields of the spec or other knobs; None if they cannot be."""
-        knobs = {name: value for name, value in fields.items() if name in KNOBS}
+    def needs(self, **fields: Any) -> list[Prediction]:
+        """What is needed with other fields or knobs, for each value of a list; empty if there is no such candidate."""
+        knobs = msgspec.structs.asdict(self.candidate) | {"accumulation": None}
+        knobs |= {name: value for name, value in fields.items() if name in KNOBS}
         try:
             spec = msgspec.structs.replace(self.spec, **{k: v for k, v in fields.items() if k not in KNOBS})
-            candidate = msgspec.structs.replace(self.candidate, **knobs)
-            estimate = estimate_step(spec, candidate, self.target, training=self.training)
+            candidates = serve(spec, Candidates(**knobs))
+            return _needs(estimate_batch(spec, candidates, self.target, training=self.training))
         except MisuseError:
-            return None
-        return _need(estimate.total_bytes, margin_bytes(spec, estimate.growth_bytes, candidate, self.target))
-
-    def needs(self, **arrays: Any) -> list[Prediction]:
-        """What is needed with each value of some knobs; the accumulation follows the microbatch."""
-        knobs = msgspec.structs.asdict(self.candidate) | {"accumulation": None} | arrays
-        estimate = estimate_batch(self.spec, serve(self.spec, Candidates(**knobs)), self.target, training=self.training)
-        return [*map(_need, np.asarray(estimate.total_bytes), np.asarray(estimate.margin_bytes))]
+            return []
 
     def rescues(self, need: Prediction) -> bool:
         """Whether this fits, and the candidate as it is does not."""
@@ -125,24 +106,37 @@ class Case:
 
     def change(self, reason: str, cost: Cost, need: Prediction | None = None, **fields: Any) -> Iterator[Change]:
         """A change to some fields or knobs, with a reason and both figures after its flags, if it lowers the peak."""
-        need = need or self.need(**fields)
-        if need is not None and need.peak_bytes < self.now.peak_bytes:
-            text = f"{in_flags(**fields)}{reason}: {self.compare(need)}."
-            yield Change(text=text, need=need, cost=cost, fields=fields)
+        for less in [need] if need is not None else self.needs(**fields):
+            if less.peak_bytes < self.now.peak_bytes:
+                text = f"{in_flags(**fields)}{reason}: {self.compare(less)}."
+                yield Change(text=text, need=less, cost=cost, fields=fields)
 
     def compare(self, need: Prediction) -> str:
         """The peak after and before a change."""
         return f"{format_bytes(need.peak_bytes)} instead of {format_bytes(self.now.peak_bytes)}"
 
 
-def _need(peak_bytes: SupportsInt, margin: SupportsInt) -> Prediction:
-    return Prediction(peak_bytes=int(peak_bytes), margin_bytes=int(margin), seconds_per_step=None)
+def _needs(estimate: Estimate) -> list[Prediction]:
+    columns = np.atleast_1d(estimate.total_bytes), np.atleast_1d(estimate.margin_bytes)
+    pairs = zip(*(column.tolist() for column in columns), strict=True)
+    return [Prediction(peak_bytes=peak, margin_bytes=margin, seconds_per_step=None) for peak, margin in pairs]
+
+
+def in_flags(**fields: Any) -> str:
+    """Fields of a spec, knobs or options as the command line takes them.
+
+    >>> in_flags(microbatch=8, layer_norm=True, batch_first=False)
+    '--microbatch 8 --layer-norm no --batch-first'
+    """
+    words = {True: "", False: "no "}
+    return " ".join(
+        words[value] + flag(name) if isinstance(value, bool) else f"{flag(name)} {value}"
+        for name, value in fields.items()
+    )
 
 
 def advise(spec: Spec, estimate: Estimate, target: Target) -> list[str]:
-    """At most three changes that lower the peak, the most valuable first.
-
-    Unavoidable ones come first, then those that make it fit, the cheapest first, then those that save most.
+    """At most three changes: unavoidable ones, then those that make it fit (the cheapest first) or save most.
 
     >>> from oomguard._estimate.target import CPU
     >>> spec = Spec(cell="lstm", seq=10_000)
@@ -155,18 +149,16 @@ def advise(spec: Spec, estimate: Estimate, target: Target) -> list[str]:
         )
     case = Case(spec=spec, estimate=estimate, candidate=estimate.candidate, target=target)
 
-    def order(change: Change) -> tuple[Any, ...]:
+    def order(change: Change) -> tuple[object, ...]:
         rescues = case.rescues(change.need)
         return change.cost is not Cost.MUST, not rescues, change.cost, 0 if rescues else change.need.peak_bytes
 
-    topics = [_too_long, _cliff, _wider, _padding, change_spec, _settings, *([_pieces] if case.tight else [])]
-    changes = [change for topic in topics for change in topic(case)]
-    most_bytes = (1 - WORTH) * case.now.peak_bytes
-    if any(case.rescues(change.need) for change in changes):  # then only those that make it fit are worth reading
-        most_bytes = -1
-    worth = [change for change in changes
-             if change.sure or case.rescues(change.need) or change.need.peak_bytes <= most_bytes]  # fmt: skip
-    return [change.text for change in sorted(worth, key=order)[:3]]
+    topics = [_too_long, _cliff, _wider, _padding, _other_specs, _settings, *([_pieces] if case.tight else [])]
+    changes = sorted((change for topic in topics for change in topic(case)), key=order)
+    worth = [change for change in changes if case.rescues(change.need)]
+    if not worth:  # if something makes it fit, only that is worth reading
+        worth = [change for change in changes if change.need.peak_bytes <= (1 - WORTH) * case.now.peak_bytes]
+    return [change.text for change in changes if change in worth or not change.fields][:3]
 
 
 def _too_long(case: Case) -> Iterator[Change]:
@@ -177,7 +169,7 @@ def _too_long(case: Case) -> Iterator[Change]:
         fewest = in_flags(segments=-(-case.spec.steps // case.most_steps))
         curable = case.training or not case.spec.bidirectional
         text += f"{fewest} or more cures it." if curable else "Shorten the sequences."
-        yield Change(text=text, need=case.now, cost=Cost.MUST, sure=True)
+        yield Change(text=text, need=case.now, cost=Cost.MUST)
 
 
 def _small_hidden(case: Case, hidden: int, *, backward: bool) -> bool:
@@ -200,10 +192,10 @@ def _cliff(case: Case) -> Iterator[Change]:
     if case.spec.cell not in CLIFF or fast != [True, False]:
         return
     lower = max(size for size in range(least, hidden) if _small_hidden(case, size, backward=True))
-    if (need := case.need(hidden=lower)) is not None:
+    for need in case.needs(hidden=lower):
         text = f"{in_flags(hidden=lower)} instead of {hidden} lets cuDNN run its fast algorithm for small sizes "
         text += f"(on an A100, 129 was {CLIFF[case.spec.cell]} times slower than 128), at {case.compare(need)}."
-        yield Change(text=text, need=need, cost=Cost.NOTHING, sure=True)
+        yield Change(text=text, need=need, cost=Cost.NOTHING)
 
 
 def _wider(case: Case) -> Iterator[Change]:
@@ -222,14 +214,14 @@ def _padding(case: Case) -> Iterator[Change]:
         return
     share = padded_share(lengths, padded_tokens(lengths, case.candidate.microbatch))
     if share >= WORTH:
-        need = min(case.need(packed=True) or case.now, case.now, key=lambda prediction: prediction.peak_bytes)
+        need = min(case.now, *case.needs(packed=True), key=lambda prediction: prediction.peak_bytes)
         text = f"{share:.0%} of the tokens are padding: batch sequences of similar length"
         text += ", or use --packed" if case.target.cuda else ""  # the CPU computes padding either way (model.py)
         text += f", {case.compare(need)}." if need.peak_bytes < case.now.peak_bytes else "."
-        yield Change(text=text, need=need, cost=Cost.NOTHING, sure=True)
+        yield Change(text=text, need=need, cost=Cost.NOTHING)
 
 
-def change_spec(case: Case) -> Iterator[Change]:
+def _other_specs(case: Case) -> Iterator[Change]:
     """Changes that no search makes by itself: time-first tensors, the optimizer of the same family that needs least."""
     if case.spec.batch_first:
         yield from case.change(", since time-first tensors need no copies", Cost.NOTHING, batch_first=False)
@@ -257,10 +249,11 @@ def _settings(case: Case) -> Iterator[Change]:
 
 def _pieces(case: Case) -> Iterator[Change]:
     """A smaller microbatch; segments; both together if neither is enough."""
-    changes = [*_microbatch(case), *_segments(case)]
+    counts = _segment_counts(case)
+    changes = [*_microbatch(case), *_segments(case, counts)]
     yield from changes
     sizes = [2**power for power in reversed(range((case.candidate.microbatch - 1).bit_length()))]
-    pairs = [(size, pieces) for size in sizes for pieces in _segment_counts(case)]
+    pairs = [(size, pieces) for size in sizes for pieces in counts]
     if not pairs or case.estimate.fits or any(case.rescues(change.need) for change in changes):
         return
     needs = case.needs(microbatch=[m for m, _ in pairs], segments=[s for _, s in pairs], recompute=True)
@@ -282,17 +275,14 @@ def _microbatch(case: Case) -> Iterator[Change]:
     yield from case.change(reason, Cost.TIME, needs[size - 1], microbatch=size, accumulation=passes)
 
 
-def _segments(case: Case) -> Iterator[Change]:
+def _segments(case: Case, counts: list[int]) -> Iterator[Change]:
     """The fewest segments that fit, or the fewest after which more save little."""
-    if not (counts := _segment_counts(case)):
-        return
-    needs = dict(zip(counts, case.needs(segments=counts, recompute=True), strict=True))
-    least_bytes = min(need.peak_bytes for need in needs.values())
-    enough = [count for count in counts if case.rescues(needs[count])]
-    near = [count for count in counts if needs[count].peak_bytes <= (1 + WORTH) * least_bytes]
-    chosen = (enough or near)[0]
-    reason = ", the same gradient for one more forward pass"
-    yield from case.change(reason, Cost.TIME, needs[chosen], segments=chosen)
+    needs = case.needs(segments=counts, recompute=True) if counts else []
+    least_bytes = min((need.peak_bytes for need in needs), default=0)
+    pairs = [*zip(counts, needs, strict=True)]
+    near = [pair for pair in pairs if pair[1].peak_bytes <= (1 + WORTH) * least_bytes]
+    for count, need in ([pair for pair in pairs if case.rescues(pair[1])] or near)[:1]:
+        yield from case.change(", the same gradient for one more forward pass", Cost.TIME, need, segments=count)
 
 
 def _segment_counts(case: Case) -> list[int]:
@@ -301,6 +291,58 @@ def _segment_counts(case: Case) -> list[int]:
     if not case.training or case.candidate.window is not None:
         return []
     counts = {min(steps, round(2 ** (power / 4))) for power in range(math.ceil(4 * math.log2(steps)) + 1)}
-    return sorted(
-        count for count in counts if count > case.candidate.segments and -(-steps // count) <= case.most_steps
+    fewest = max(case.candidate.segments + 1, -(-steps // case.most_steps))
+    return sorted(count for count in counts if count >= fewest)
+
+
+def explain(problem: Problem, records: Sequence[Record]) -> Shortfall:
+    """Why nothing fits: the least that is needed, the largest term of it, and what would lower it."""
+    table = screen(problem, records)
+    candidate, needed_bytes = table.candidates[table.smallest], int(table.expected.safe_bytes[table.smallest])
+    estimate = estimate_step(problem.spec, candidate, problem.target)
+    terms = figures(estimate).terms
+    # the runtime is named only if it fills most of the budget by itself
+    named = [name for name in terms if name != "runtime" or terms[name] > MOST * problem.budget_bytes]
+    case = Case(spec=problem.spec, estimate=estimate, candidate=candidate, target=problem.target)
+    ways = [way for way in _ways(problem, records, case) if way.needed_bytes < needed_bytes]
+    return Shortfall(
+        needed_bytes=needed_bytes,
+        budget_bytes=problem.budget_bytes,
+        candidate=candidate,
+        terms=terms,
+        term=max(named, key=lambda name: terms[name]),
+        ways=tuple(sorted(ways, key=lambda way: not way.fits)),
+        records=tuple(records),
     )
+
+
+def _ways(problem: Problem, records: Sequence[Record], case: Case) -> Iterator[Way]:
+    """Each lossy knob by itself and all of them; each fixed knob left to the search; another spec."""
+    choices = problem.space.choices
+
+    def way(change: str, spec: Spec = problem.spec, *, allowed: bool = False, **other: Any) -> Way:
+        own = replace(choices, **other)
+        space = make_space(spec, problem.target, problem.budget_bytes, own) if other else problem.space
+        table = screen(replace(problem, spec=spec, space=space), records)
+        least = int(table.expected.safe_bytes[table.smallest])
+        return Way(change=change, needed_bytes=least, fits=least <= problem.budget_bytes, allowed=allowed)
+
+    for words in [*((word,) for word in ALLOWED), ALLOWED]:
+        if "8bit" not in words or importlib.util.find_spec("bitsandbytes") is not None:
+            allow = tuple(dict.fromkeys([*choices.allow, *words]))
+            yield way(in_flags(allow=",".join(allow)), allow=allow, allowed={*words} <= {*choices.allow})
+    for name in choices.fixed:
+        rest = {key: value for key, value in choices.fixed.items() if key != name}
+        yield way(f"leaving {flag(name)} to the search", fixed=rest)
+
+    def fits(steps: int) -> bool:
+        return bool(screen(problem, records, with_steps(problem.spec, steps)).eligible.any())
+
+    steps = longest_that_fits(fits, 0, problem.spec.steps, parts=100)
+    if steps >= WORTH_STEPS:
+        shorter = in_flags(seq=steps)
+        if problem.spec.lengths is not None:  # --seq does not cut a histogram; data can be cut while it is read
+            shorter = f"sequences cut to {steps:,} steps (of --data: {in_flags(seq=steps, truncate=True)})"
+        yield way(shorter, with_steps(problem.spec, steps))
+    for change in _other_specs(case):
+        yield way(in_flags(**change.fields), msgspec.structs.replace(problem.spec, **change.fields))

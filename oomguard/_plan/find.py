@@ -14,9 +14,9 @@ from oomguard._device import Device, card_index, open_device
 from oomguard._device.budget import Budget
 from oomguard._device.cpu import cores
 from oomguard._estimate.target import Target
+from oomguard._plan.advice import explain
 from oomguard._plan.make import make_plan
-from oomguard._plan.shortfall import NothingFitsError, explain
-from oomguard._plan.value import Environment, Plan
+from oomguard._plan.value import Environment, NothingFitsError, Plan
 from oomguard._predict.calibration import same_model
 from oomguard._probe.record import check_seconds, open_ledger, torch_version
 from oomguard._probe.runner import Runner
@@ -31,7 +31,7 @@ from oomguard._search.run import (
     user_directory,
 )
 from oomguard._search.space import Choices, Problem, check_allow, check_fixed, check_maximize, make_space
-from oomguard._spec.candidate import KNOBS, Candidate, check_candidate
+from oomguard._spec.candidate import KNOBS, make_candidate
 from oomguard._spec.spec import Spec
 
 
@@ -77,17 +77,15 @@ def is_here(device: str) -> bool:
 
 def _check_knobs(spec: Spec, fixed: dict[str, Any]) -> None:
     """Raise unless a candidate of the spec can have these knobs."""
+    known = [name for name in KNOBS if name != "accumulation"]
     for name in fixed:
-        if name not in KNOBS or name == "accumulation":
-            known = [name for name in KNOBS if name != "accumulation"]
+        if name not in known:
             raise MisuseError(
                 rule="A knob can be fixed by its name (the accumulation follows from the microbatch)",
                 got=f"got {shown(name)}",
                 advice=nearest(name, known),
             )
-    rows = fixed.get("microbatch", 1)
-    check_whole("microbatch", rows, 1, spec.batch)
-    check_candidate(spec, Candidate(**{"microbatch": rows, "accumulation": -(-spec.batch // rows)} | fixed))
+    make_candidate(spec, **{"microbatch": 1} | fixed)
 
 
 def find_plan(

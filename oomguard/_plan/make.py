@@ -22,7 +22,6 @@ from oomguard._plan.value import (
     Point,
     Rung,
     figures,
-    plain_candidate,
 )
 from oomguard._predict.calibration import Calibration
 from oomguard._predict.fit import pareto_front
@@ -32,7 +31,7 @@ from oomguard._search.propose import choose, largest, sizes_of
 from oomguard._search.run import SearchResult, count_ooms
 from oomguard._search.screen import SETTING, CandidateTable, record_of, screen
 from oomguard._search.space import Problem
-from oomguard._spec.candidate import Candidate
+from oomguard._spec.candidate import Candidate, make_candidate
 from oomguard._spec.spec import Spec
 
 ENOUGH = 0.98
@@ -65,8 +64,8 @@ def make_plan(
     spec, candidate, timed = table.spec, table.candidates[row], any(record.steps for record in records)
     record = record_of(records, table, row)
     before = Calibration(spec, [other for other in records if other is not record], problem.target, problem.cached)
-    estimate = figures(estimate_step(spec, candidate, problem.target))
-    expected = before.predict(estimate_step(spec, candidate, problem.target))[0]
+    estimated = estimate_step(spec, candidate, problem.target)
+    estimate, expected = figures(estimated), before.predict(estimated)[0]
     runtime_bytes = estimate.terms["runtime"]  # assumed: a tiny model on a smaller runtime peaks below it
     ratio = max(0, expected.peak_bytes - runtime_bytes) / max(1, estimate.total_bytes - runtime_bytes)
     plan = Plan(
@@ -164,6 +163,11 @@ def _plain(problem: Problem, spec: Spec, records: Sequence[Record], cores: int, 
     return Plain(estimate=figures(estimate), expected=expected.for_plan(timed=timed), fits=fits)
 
 
+def plain_candidate(spec: Spec, *, cuda: bool, cores: int) -> Candidate:
+    """The candidate of PyTorch without oomguard: all cores, the default allocator."""
+    return make_candidate(spec, allocator="plain", threads=None if cuda else cores)
+
+
 def _lossy_gain(table: CandidateTable, row: int, knob: str, *, timed: bool) -> LossyGain:
     """The gain by a lossy knob over the best candidate without it."""
     chosen, seconds, peaks = table.candidates[row], table.expected.seconds_per_step, table.expected.peak_bytes
@@ -229,14 +233,10 @@ def _front(problem: Problem, records: Sequence[Record], plan: Plan, *, timed: bo
     }
     keep = pareto_front(*(aims[aim] for aim in problem.maximize))
     rows, seconds = [*itertools.compress(rows, keep)], seconds[keep]
+    points = [(table.spec.steps, table.candidates[row]) for table, row in rows]
     chosen = (plan.spec.steps, plan.candidate)
-    own = [
-        each
-        for (table, row), each in zip(rows, seconds, strict=True)
-        if (table.spec.steps, table.candidates[row]) == chosen
-    ]
-    if own and plan.seconds_per_step is not None:
-        seconds = seconds * (plan.seconds_per_step / own[0])
+    if chosen in points and plan.seconds_per_step is not None:
+        seconds = seconds * (plan.seconds_per_step / seconds[points.index(chosen)])
     return tuple(
         Point(
             seq=table.spec.steps,

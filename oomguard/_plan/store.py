@@ -18,13 +18,15 @@ from oomguard._core.system import write_file
 from oomguard._core.units import format_bytes
 from oomguard._device.cuda import SETTINGS
 from oomguard._estimate.breakdown import estimate_step
-from oomguard._plan.make import BUCKETS_KEEP, RUNGS_KEEP, differing
-from oomguard._plan.value import VERSION, Plan, Rung, figures, plain_candidate
+from oomguard._plan.make import BUCKETS_KEEP, RUNGS_KEEP, differing, plain_candidate
+from oomguard._plan.value import VERSION, Plan, Rung, figures
 from oomguard._predict.calibration import same_model
+from oomguard._probe.record import Record
 from oomguard._search.lengths import with_steps
 from oomguard._search.run import count_ooms
 from oomguard._search.space import ALLOW_WORDS
 from oomguard._spec.candidate import KNOBS, Candidate, check_candidate
+from oomguard._spec.spec import Spec
 
 MAX_FILE_BYTES = 256 << 20
 """A plan has some hundred KiB; a larger file is something else."""
@@ -108,7 +110,7 @@ def contradictions(plan: Plan) -> Iterator[str]:
 
 
 def _asked(plan: Plan) -> Iterator[str]:
-    """Check the device, the fixed knobs and the lossy ones."""
+    """Check the device and the fixed knobs."""
     if plan.where.device != plan.environment.device:
         yield "where.device is not environment.device"
     if plan.where.cuda == (plan.where.device == "cpu"):
@@ -116,13 +118,19 @@ def _asked(plan: Plan) -> Iterator[str]:
     for name, value in plan.fixed.items():
         if name not in KNOBS or getattr(plan.candidate, name) != value:
             yield f"fixed.{name} is not what the candidate has"
-    yield from _lossy(plan, "candidate", plan.candidate)
 
 
-def _lossy(plan: Plan, field: str, candidate: Candidate) -> Iterator[str]:
+def _candidate(plan: Plan, field: str, spec: Spec, candidate: Candidate, kept: tuple[str, ...]) -> Iterator[str]:
+    """Check that a candidate can run the spec, shares some knobs with the chosen one, and is lossy only if allowed."""
+    try:
+        check_candidate(spec, candidate)
+    except MisuseError as error:
+        yield f"{field}candidate cannot be run: {error.rule}, but {error.got}"
+    for name in differing(candidate, plan.candidate, kept):
+        yield f"{field}candidate.{name} is not that of the chosen candidate"
     for knob in candidate.lossy:
         if ALLOW_WORDS[knob] not in plan.allow:
-            yield f"{field}.{knob} is lossy, and allow does not have it"
+            yield f"{field}candidate.{knob} is lossy, and allow does not have it"
 
 
 def _rungs(plan: Plan) -> Iterator[str]:
@@ -130,18 +138,12 @@ def _rungs(plan: Plan) -> Iterator[str]:
     chosen = Rung(candidate=plan.candidate, estimate=plan.estimate, expected=plan.expected)
     for number, rung in enumerate((chosen, *plan.fallbacks)):
         field = f"fallbacks[{number - 1}]." if number else ""
+        yield from _candidate(plan, field, plan.spec, rung.candidate, RUNGS_KEEP)
         try:
-            check_candidate(plan.spec, rung.candidate)
-            estimate = rung.estimate
-            if _same_version(plan):
-                estimate = figures(estimate_step(plan.spec, rung.candidate, plan.where))
+            if _same_version(plan) and rung.estimate != figures(estimate_step(plan.spec, rung.candidate, plan.where)):
+                yield f"{field}estimate is not what the knobs give"
         except MisuseError as error:
             yield f"{field}candidate cannot be run: {error.rule}, but {error.got}"
-            continue
-        if estimate != rung.estimate:
-            yield f"{field}estimate is not what the knobs give"
-        for name in differing(rung.candidate, plan.candidate, RUNGS_KEEP):
-            yield f"{field}candidate.{name} is not that of the chosen candidate"
 
 
 def _same_version(plan: Plan) -> bool:
@@ -173,20 +175,14 @@ def _buckets(plan: Plan) -> Iterator[str]:
     """Check that the buckets cover all lengths in order, in the setting of the chosen candidate."""
     lengths, below = plan.spec.lengths or {}, 0
     for number, bucket in enumerate(plan.buckets):
-        field, own = f"buckets[{number}]", bucket.candidate
+        field = f"buckets[{number}]."
         if bucket.longest <= below:
-            yield f"{field}.longest is not above that of the bucket before"
+            yield f"{field}longest is not above that of the bucket before"
         if bucket.sequences != sum(n for length, n in lengths.items() if below < length <= bucket.longest):
-            yield f"{field}.sequences is not what spec.lengths has of such lengths"
-        try:
-            check_candidate(with_steps(plan.spec, bucket.longest), own)
-        except MisuseError as error:
-            yield f"{field}.candidate cannot be run: {error.rule}, but {error.got}"
-        for name in differing(own, plan.candidate, BUCKETS_KEEP):
-            yield f"{field}.candidate.{name} is not that of the chosen candidate"
-        yield from _lossy(plan, f"{field}.candidate", own)
+            yield f"{field}sequences is not what spec.lengths has of such lengths"
+        yield from _candidate(plan, field, with_steps(plan.spec, bucket.longest), bucket.candidate, BUCKETS_KEEP)
         if bucket.expected.safe_bytes > plan.budget_bytes:
-            yield f"{field}.expected, peak and margin, is over budget_bytes"
+            yield f"{field}expected, peak and margin, is over budget_bytes"
         below = bucket.longest
     if plan.buckets and below != max(lengths, default=0):
         yield "buckets does not end with the longest of spec.lengths"
@@ -196,18 +192,15 @@ def _evidence(plan: Plan) -> Iterator[str]:
     """Check the numbers of probes, and that the record is one of the chosen candidate."""
     if plan.probes != len(plan.records) or plan.ooms != count_ooms(plan.records):
         yield "probes or ooms is not what the records say"
-    if plan.record is not None and (plan.record not in plan.records or not _is_of_the_chosen(plan)):
+    if plan.record is not None and (plan.record not in plan.records or not _is_of_the_chosen(plan, plan.record)):
         yield "record is not one of the chosen candidate"
 
 
-def _is_of_the_chosen(plan: Plan) -> bool:
+def _is_of_the_chosen(plan: Plan, record: Record) -> bool:
     """Whether the record has a time and the candidate's knobs (with shorter sequences, fewer segments)."""
-    record = plan.record
-    assert record is not None
     if not record.verdict.ran or not same_model(record.spec, plan.spec) or not (record.seconds_per_step or 0) > 0:
         return False
-    ours, theirs = (msgspec.structs.asdict(candidate) for candidate in (plan.candidate, record.candidate))
-    return all(ours[name] == theirs[name] for name in ours if name not in ("segments", "window"))
+    return not differing(plan.candidate, record.candidate, tuple(KNOBS.keys() - {"segments", "window"}))
 
 
 def _exports(plan: Plan) -> Iterator[str]:

@@ -1,17 +1,18 @@
 """Plan: what to run, why, and what to fall back to. Data alone: nothing in a plan is ever executed."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
-from oomguard._core.units import MAX_BYTES
+from oomguard._core.errors import OomguardError
+from oomguard._core.units import MAX_BYTES, format_bytes
 from oomguard._device.budget import Limit
 from oomguard._estimate.breakdown import Estimate
 from oomguard._estimate.target import Target
 from oomguard._predict.calibration import Prediction, Size
 from oomguard._probe.record import Record
 from oomguard._search.lengths import Bucket, Some
-from oomguard._spec.candidate import Candidate, make_candidate
+from oomguard._spec.candidate import Candidate
 from oomguard._spec.spec import Spec
 
 VERSION = 1
@@ -112,11 +113,6 @@ class Plain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """What it is expected to need."""
     fits: bool
     """Whether that is within the budget."""
-
-
-def plain_candidate(spec: Spec, *, cuda: bool, cores: int) -> Candidate:
-    """The candidate of PyTorch without oomguard: all cores, the default allocator."""
-    return make_candidate(spec, allocator="plain", threads=None if cuda else cores)
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -233,9 +229,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def peak_bytes(self) -> int:
         """The peak: measured if the plan is confirmed, otherwise expected."""
-        if self.confirmed and self.record is not None and self.record.peak_bytes is not None:
-            return self.record.peak_bytes
-        return self.expected.peak_bytes
+        measured = self.record.peak_bytes if self.record is not None and self.confirmed else None
+        return self.expected.peak_bytes if measured is None else measured
 
     @property
     def seconds_per_step(self) -> float | None:
@@ -253,8 +248,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as its JSON has it."""
-        content: dict[str, Any] = msgspec.to_builtins(self)
-        return content
+        return dict(msgspec.to_builtins(self))
 
     def _repr_html_(self) -> str:
         """The plan as a notebook shows it."""
@@ -264,15 +258,74 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return to_html(explain(self))
 
 
-class Epoch(msgspec.Struct, frozen=True, kw_only=True):
-    """The expected time of an epoch."""
+class Way(msgspec.Struct, frozen=True, kw_only=True):
+    """A change that would lower the least that is needed."""
+
+    change: str
+    """The change as flags, `--allow window`, or in words: `sequences cut to 4,000 steps`."""
+    needed_bytes: int
+    """The least that would then be needed, margin included."""
+    fits: bool
+    """Whether that is within the budget."""
+    allowed: bool
+    """Whether the change was already allowed (and is not enough)."""
+
+
+class Shortfall(msgspec.Struct, frozen=True, kw_only=True):
+    """Why there is no plan."""
+
+    needed_bytes: int
+    """The least that any candidate needs, margin included."""
+    budget_bytes: int
+    """The budget."""
+    candidate: Candidate
+    """The candidate that needs least."""
+    terms: dict[str, int]
+    """The terms of its estimate."""
+    term: str
+    """The largest of these terms."""
+    ways: tuple[Way, ...]
+    """Changes that would help; those that make it fit come first."""
+    records: tuple[Record, ...]
+    """The records of all probes that were run."""
+
+    @property
+    def message(self) -> str:
+        """What is wrong, what was given, what to do."""
+        failed = [record for record in self.records if not record.verdict.ran]
+        if failed and self.needed_bytes <= self.budget_bytes:  # memory is not the reason
+            words = f"A candidate must run before it is planned, but none did: {failed[-1].verdict.name}, "
+            return words + f"{failed[-1].message} See what happens with oomguard probe and the same flags."
+        needed, budget, size = map(format_bytes, (self.needed_bytes, self.budget_bytes, self.terms[self.term]))
+        words = (
+            f"The smallest candidate must fit the budget, but needs {needed} of {budget} ({size} of it {self.term})."
+        )
+        enough = [f"{way.change} would need {format_bytes(way.needed_bytes)}." for way in self.ways if way.fits]
+        return f"{words} {' Or: '.join(enough[:3]) or f'No knob would make it fit: raise the budget to {needed}.'}"
+
+
+class NothingFitsError(OomguardError):
+    """There is no plan: not even the smallest candidate fits. `shortfall` has the figures.
+
+    >>> import oomguard
+    >>> try:
+    ...     oomguard.find_feasible_config(cell="lstm", seq=10_000, hidden=4096, device="t4", budget="2GiB")
+    ... except oomguard.NothingFitsError as error:
+    ...     print(error.shortfall.term, error.shortfall.needed_bytes > 2 << 30)
+    weights True
+    """
+
+    def __init__(self, shortfall: Shortfall) -> None:
+        super().__init__(shortfall.message)
+        self.shortfall = shortfall
+
+
+class Epoch(NamedTuple):
+    """The expected time of an epoch, with its sequences and optimizer steps."""
 
     sequences: int
-    """Sequences of the epoch."""
     steps: int
-    """Optimizer steps of the epoch."""
     seconds: float
-    """Seconds of the epoch."""
     known: bool
     """Whether the number of sequences is that of the data; otherwise it is `USUAL_SEQUENCES`."""
 
@@ -285,10 +338,10 @@ def epoch_of(plan: Plan, sequences: int | None = None) -> Epoch | None:
     seconds_per_step, batch = plan.seconds_per_step, plan.spec.batch
     if seconds_per_step is None:
         return None
-    each = seconds_per_step / batch
-    timed = [(bucket.sequences, bucket.expected.seconds_per_step) for bucket in plan.buckets]
-    if timed and all(seconds is not None for _, seconds in timed):
-        each = sum(count * (seconds or 0.0) for count, seconds in timed) / (batch * sum(count for count, _ in timed))
+    each, buckets = seconds_per_step / batch, plan.buckets
+    if buckets and all(bucket.expected.seconds_per_step is not None for bucket in buckets):
+        total = sum(bucket.sequences * (bucket.expected.seconds_per_step or 0.0) for bucket in buckets)
+        each = total / (batch * sum(bucket.sequences for bucket in buckets))
     known = sequences or sum((plan.spec.lengths or {}).values())
     count = known or USUAL_SEQUENCES
     return Epoch(sequences=count, steps=-(-count // batch), seconds=each * count, known=bool(known))

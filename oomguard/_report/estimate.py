@@ -37,34 +37,30 @@ WIDE, BAR_WIDTH = 120, 30
 """The terminal width from which on terms are explained, and the width of the longest bar, in characters."""
 MEASURED = ("runtime", "weights", "optimizer", "input")
 """The terms that a probe measures one by one. Of the others it measures the sum."""
+_IN_BOTH = {name: f"measured_{name}" for name in ("terms", "allocated_bytes", "reserved_bytes")}
 
 
 def to_json(estimate: Estimate) -> dict[str, Any]:
     """The estimate as one JSON object."""
     knobs = estimate.candidate
-    figures = ("fits", "runs", "total_bytes", "budget_bytes", "margin_bytes")
-    found = {name: getattr(estimate, name) for name in (*figures, "terms", "moment", "moments", "engine", "device")}
-    found["candidate"] = msgspec.structs.asdict(knobs) if isinstance(knobs, Candidate) else knobs.knobs
+    names = ("fits", "runs", "total_bytes", "budget_bytes", "margin_bytes", "terms", "moment", "moments", "engine")
+    found = _some(estimate, *names, "device")
+    found["candidate"] = knobs if isinstance(knobs, Candidate) else knobs.knobs
     if estimate.allocated_bytes is not None:
-        found |= {name: getattr(estimate, name) for name in ("allocated_bytes", "reserved_bytes", "host_bytes")}
-    document: dict[str, Any] = _plain(found)
-    return document
+        found |= _some(estimate, "allocated_bytes", "reserved_bytes", "host_bytes")
+    return dict(msgspec.to_builtins(found, enc_hook=lambda value: value.tolist()))  # numbers and arrays of NumPy
 
 
-def _plain(value: Any) -> Any:
-    """The value with NumPy's numbers and arrays as Python's."""
-    if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items()}
-    return value.tolist() if hasattr(value, "tolist") else value
+def _some(value: object, *names: str) -> dict[str, Any]:
+    """Some attributes by name."""
+    return {name: getattr(value, name) for name in names}
 
 
 def record_json(record: Record, estimate: Estimate) -> dict[str, Any]:
     """The record of a probe beside its estimate, as one JSON object."""
     found = msgspec.to_builtins(record)
-    for name in ("spec", "candidate", "device", "engine", "budget_bytes"):
-        del found[name]
-    in_both = ("terms", "allocated_bytes", "reserved_bytes")
-    return to_json(estimate) | {f"measured_{name}" if name in in_both else name: one for name, one in found.items()}
+    same, in_both = ("spec", "candidate", "device", "engine", "budget_bytes"), _IN_BOTH
+    return to_json(estimate) | {in_both.get(name, name): one for name, one in found.items() if name not in same}
 
 
 def show_estimate(spec: Spec, estimate: Estimate, limit: str, advice: list[str], console: "Console") -> None:
@@ -171,10 +167,8 @@ def _comparison(record: Record, estimate: Estimate) -> Table:
     totals = [_pair("total", int(estimate.total_bytes), record.peak_bytes if measured else None)]
     totals += [(name, "", format_bytes(size), "") for name, size in limits if size is not None]
     if record.reserved_bytes is not None and record.allocated_bytes is not None:
-        assert estimate.allocated_bytes is not None
-        assert estimate.reserved_bytes is not None
-        totals.append(_pair("allocated", int(estimate.allocated_bytes), record.allocated_bytes))
-        totals.append(_pair("reserved", int(estimate.reserved_bytes), record.reserved_bytes))
+        totals.append(_pair("allocated", int(estimate.allocated_bytes or 0), record.allocated_bytes))
+        totals.append(_pair("reserved", int(estimate.reserved_bytes or 0), record.reserved_bytes))
     header = ("", "estimate", "measured", "error")
     return Table(header=header, rows=(*rows, *totals), align="lrrr", sums=len(totals))
 
@@ -197,22 +191,17 @@ def devices_json(devices: "list[Device]", note: str | None) -> dict[str, Any]:
 
 
 def _device_json(device: "Device") -> dict[str, Any]:
-    budget = device.budget()
-    figures = {name: getattr(budget, name) for name in ("limit_bytes", "left_bytes", "committed_bytes")}
-    document = {"device": device.name, "name": device.title(), **figures}
-    document["limits"] = [msgspec.structs.asdict(limit) for limit in budget.limits]
-    document["precisions"] = list(device.precisions())
+    document: dict[str, object] = {"device": device.name, "name": device.title()}
+    document |= _some(device.budget(), "limit_bytes", "left_bytes", "committed_bytes", "limits")
+    document["precisions"] = device.precisions()
     if isinstance(device, Cuda):
-        card, names = device.status(), ("uuid", "compute_capability", "total_bytes", "free_bytes")
-        document |= {name: getattr(card, name) for name in names}
-        document["others"] = [msgspec.structs.asdict(holder) for holder in card.others]
-    return document
+        document |= _some(device.status(), "uuid", "compute_capability", "total_bytes", "free_bytes", "others")
+    return dict(msgspec.to_builtins(document))
 
 
 def card_json(card: "Card") -> dict[str, Any]:
     """A card that `--device` takes by name, as a JSON object."""
-    names = ("name", "memory_bytes", "usable_bytes", "compute_capability", "source")
-    return {name: getattr(card, name) for name in names}
+    return _some(card, "name", "memory_bytes", "usable_bytes", "compute_capability", "source")
 
 
 def show_devices(devices: "list[Device]", note: str | None, console: "Console") -> None:

@@ -102,24 +102,20 @@ def _page(title: str, top: str, sections: Sequence[Section], curves: list[dict[s
     script = SCRIPT.read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'"
-    figures = [
-        macros().curve_figure(
-            [(words, curve, _pictures(curve, words), hover_points(curve)) for words, curve in some.items()]
-        )
-        for some in curves
-    ]
+    figures = [macros().curve_figure([_choice(*choice) for choice in some.items()]) for some in curves]
     return str(macros().page(title, top, sections, figures, style, script, policy)).lstrip()
 
 
-def _pictures(curve: Curve, words: str) -> list[tuple[str, str, list[tuple[float, ...]]]]:
-    """The class, the SVG element and the places of the panels of each picture: for wide and for narrow screens."""
-    return [(kind, *to_svg(curve, size, f"{curve.name} {words} {kind}")) for kind, size in SCREENS.items()]
+def _choice(words: str, curve: Curve) -> tuple[object, ...]:
+    """What the template needs of a curve: for each kind of screen the SVG element and the places of its panels."""
+    pictures = [(kind, *to_svg(curve, size, f"{curve.name} {words} {kind}")) for kind, size in SCREENS.items()]
+    return words, curve, pictures, hover_points(curve)
 
 
 def _scale_bytes(plan: Plan) -> int:
     """Bytes of the longest possible bar."""
     plain = plan.plain.expected
-    return max(plan.budget_bytes, min(plain.peak_bytes + plain.margin_bytes, int(LONGEST_BAR * plan.budget_bytes)))
+    return max(plan.budget_bytes, min(plain.safe_bytes, int(LONGEST_BAR * plan.budget_bytes)))
 
 
 def _bars(plan: Plan) -> list[Bar]:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from oomguard._core.units import format_bytes, format_seconds
-from oomguard._plan.shortfall import Shortfall
-from oomguard._plan.value import LossyGain, Plan, epoch_of
+from oomguard._plan.value import LossyGain, Plan, Shortfall, epoch_of
 from oomguard._report import plan_tables
 from oomguard._report.tables import Section, printer, show_sections
 from oomguard._report.words import candidate_words, peak_words, sentence, speed_words, task_words, times
@@ -41,8 +40,7 @@ def plan_json(plan: Plan) -> str:
 
 def shortfall_json(shortfall: Shortfall) -> dict[str, Any]:
     """Why there is no plan, as one JSON object."""
-    found: dict[str, Any] = msgspec.to_builtins(shortfall)
-    return {"fits": False, "message": shortfall.message} | found
+    return {"fits": False, "message": shortfall.message, **msgspec.to_builtins(shortfall)}
 
 
 def show_result(plan: Plan, path: Path | None, console: "Console") -> None:
@@ -78,8 +76,8 @@ def explain(plan: Plan, sequences: int | None = None) -> list[Section]:
     ]
     sections += [_lengths(plan)] if plan.buckets else []
     sections += [_front(plan)] if plan.front else []
-    sections += [_fallbacks(plan), _start(plan)]
-    return [*sections, Section(title="Environment", table=plan_tables.environment(plan.environment))]
+    environment = Section(title="Environment", table=plan_tables.environment(plan.environment))
+    return [*sections, _fallbacks(plan), _start(plan), environment]
 
 
 def summarize(plan: Plan) -> list[Section]:
@@ -131,13 +129,12 @@ def plain_words(plan: Plan) -> str:
     """What plain PyTorch would need, and whether that fits."""
     expected = plan.plain.expected
     words = f"Plain PyTorch would need {format_bytes(expected.peak_bytes)}"
-    safe_bytes = expected.peak_bytes + expected.margin_bytes
     if plan.plain.fits:
         return f"{words}: it fits too."
-    if safe_bytes <= plan.budget_bytes:
+    if expected.safe_bytes <= plan.budget_bytes:
         return f"{words}, but {plan.plain.estimate.engine} cannot run {plan.spec.steps:,} steps at once."
     if expected.peak_bytes <= plan.budget_bytes:
-        return f"{words}, or {format_bytes(safe_bytes)} with the margin of error: it may not fit."
+        return f"{words}, or {format_bytes(expected.safe_bytes)} with the margin of error: it may not fit."
     return f"{words}: it does not fit."
 
 
@@ -190,16 +187,14 @@ def _bought(bought: LossyGain, *, plain_fits: bool) -> str:
 
 
 def _evidence(plan: Plan) -> Section:
-    sentences = [*_basis(plan)]
-    if plan.calibration.ratio != 1:
-        ratio = f"{plan.calibration.ratio:.3f}"
-        sentences.append(f"Calibration multiplies the estimate, without its runtime, by {ratio}.")
-    if not plan.records:
-        return Section(title="Evidence", sentences=tuple(sentences))
+    sentences, ratio = [*_basis(plan)], plan.calibration.ratio
+    if ratio != 1:
+        sentences.append(f"Calibration multiplies the estimate, without its runtime, by {ratio:.3f}.")
     if plan.record is not None and len(plan.records) > 1:
         sentences.append("A star marks the chosen candidate.")
     sentences += plan_tables.shared_words(plan.records, plan.candidate)
-    return Section(title="Evidence", sentences=tuple(sentences), table=plan_tables.records(plan))
+    table = plan_tables.records(plan) if plan.records else None
+    return Section(title="Evidence", sentences=tuple(sentences), table=table)
 
 
 def _basis(plan: Plan) -> tuple[str, ...]:

@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 
 from oomguard._core.units import format_bytes, format_seconds
-from oomguard._plan.shortfall import Shortfall
-from oomguard._plan.value import Environment, Plan, Point, Rung
-from oomguard._predict.calibration import Prediction
+from oomguard._plan.value import Environment, Plan, Point, Rung, Shortfall
 from oomguard._probe.record import Record
 from oomguard._report.tables import Table
 from oomguard._report.words import NONE, figure, pieces_words, rows_words, setting_words, times
@@ -44,13 +42,12 @@ def _table(caption: str, rows: Rows, before: Columns, after: Columns, chosen: Ca
     )
 
 
-def _predicted(predictions: Sequence[Prediction]) -> Columns:
+def _predicted(rows: Sequence[Bucket] | Sequence[Point] | Sequence[Rung]) -> Columns:
     """Predicted peaks, and predicted step times if anything was timed."""
-    peaks = ("peak", [format_bytes(one.peak_bytes) for one in predictions])
-    seconds = [one.seconds_per_step for one in predictions]
-    if all(one is None for one in seconds):
-        return [peaks]
-    return [peaks, ("step time", [NONE if one is None else format_seconds(one) for one in seconds])]
+    peaks = ("peak", [format_bytes(row.expected.peak_bytes) for row in rows])
+    seconds = [row.expected.seconds_per_step for row in rows]
+    times = ("step time", [NONE if each is None else format_seconds(each) for each in seconds])
+    return [peaks, times] if any(each is not None for each in seconds) else [peaks]
 
 
 def terms(plan: Plan) -> Table:
@@ -94,30 +91,26 @@ def records(plan: Plan) -> Table:
 
 def buckets(plan: Plan) -> Table:
     """The candidate of each length bucket."""
-    found = plan.buckets
-    before = [
-        ("T up to", [f"{one.longest:,}" for one in found]),
-        ("sequences", [f"{one.sequences:,}" for one in found]),
-    ]
-    after = _predicted([one.expected for one in found])
-    return _table("The candidate of each length bucket, with its predicted peak", found, before, after, plan.candidate)
+    found, caption = plan.buckets, "The candidate of each length bucket, with its predicted peak"
+    before = [("T up to", [f"{one.longest:,}" for one in found])]
+    before += [("sequences", [f"{one.sequences:,}" for one in found])]
+    return _table(caption, found, before, _predicted(found), plan.candidate)
 
 
 def front(plan: Plan) -> Table:
     """The points of the front. Speeds are shown only if something was timed."""
     found = plan.front
-    after = _predicted([one.expected for one in found])
-    if any(one.expected.seconds_per_step is not None for one in found):
+    after = _predicted(found)
+    if len(after) > 1:
         after += [("tokens/s", [figure(one.tokens_per_second) for one in found])]
     return _table("The front, as predicted", found, [("T", [f"{one.seq:,}" for one in found])], after)
 
 
 def fallbacks(plan: Plan) -> Table:
     """The fallbacks, the first to be used first."""
-    found = plan.fallbacks
+    found, caption = plan.fallbacks, "The fallbacks in their order, with their predicted peaks"
     before = [("fallback", [f"{number}" for number in range(1, len(found) + 1)])]
-    after = _predicted([one.expected for one in found])
-    return _table("The fallbacks in their order, with their predicted peaks", found, before, after, plan.candidate)
+    return _table(caption, found, before, _predicted(found), plan.candidate)
 
 
 def environment(found: Environment) -> Table:
@@ -138,9 +131,9 @@ def environment(found: Environment) -> Table:
 
 def changes(shortfall: Shortfall) -> Table:
     """The changes that would lower the memory that is needed."""
+    yes = {True: "yes", False: "no"}
     rows = tuple(
-        (way.change, format_bytes(way.needed_bytes), "yes" if way.fits else "no", "yes" if way.allowed else "no")
-        for way in shortfall.ways
+        (way.change, format_bytes(way.needed_bytes), yes[way.fits], yes[way.allowed]) for way in shortfall.ways
     )
     header = ("change", "would need", "fits", "allowed")
     return Table(header=header, rows=rows, align="lrll", caption="Changes that would lower the memory that is needed")

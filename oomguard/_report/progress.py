@@ -36,9 +36,8 @@ def live(*, quiet: bool = False) -> Iterator[Callable[["Progress"], None] | None
 
     console = Console(file=sys.stderr, highlight=False, markup=False, emoji=False)
     lines = Lines(console)
-    with Live(
-        console=console, get_renderable=lines.render, transient=True, refresh_per_second=REFRESHES_PER_SECOND
-    ) as display:
+    rate = REFRESHES_PER_SECOND
+    with Live(console=console, get_renderable=lines.render, transient=True, refresh_per_second=rate) as display:
 
         def follow(progress: "Progress") -> None:
             lines.take(progress)

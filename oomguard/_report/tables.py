@@ -14,8 +14,9 @@ import msgspec
 from oomguard._core.errors import visible
 
 if TYPE_CHECKING:  # rich is imported where it is used: --json does not need it
-    from rich.console import Console
+    from rich.console import Console, JustifyMethod
     from rich.table import Table as RichTable
+    from rich.text import Text
 
 ASCII = str.maketrans({"→": "->", "×": "x", "█": "#", "▌": "#", "–": "-", "…": "..."})
 """Replacements for terminals whose encoding is not Unicode."""
@@ -62,6 +63,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
 
 def printer(console: "Console") -> Callable[..., None]:
     """A function that prints text in lines that fit the terminal, in characters it has, without reading markup."""
+    from rich.text import Text
 
     def say(text: str, style: str = "", *, indent: str = "", hanging: str | None = None) -> None:
         wrapper = textwrap.TextWrapper(
@@ -69,9 +71,10 @@ def printer(console: "Console") -> Callable[..., None]:
             initial_indent=indent,
             subsequent_indent=indent if hanging is None else hanging,
             break_on_hyphens=False,  # flags stay whole
+            break_long_words=False,  # a path can be copied: the terminal itself wraps it
         )
         for line in wrapper.wrap(safe(text, console)) or [""]:
-            _print_line(line, style, console)
+            _print_line(Text(line, style), console)
 
     return say
 
@@ -83,6 +86,8 @@ def safe(text: str, console: "Console") -> str:
 
 def show_sections(sections: Iterable[Section], console: "Console", first_style: str = "bold green") -> None:
     """Print sections. The first one is the answer: its title has a style of its own, and it is not indented."""
+    from rich.text import Text
+
     say = printer(console)
     for number, section in enumerate(sections):
         if number:
@@ -94,7 +99,7 @@ def show_sections(sections: Iterable[Section], console: "Console", first_style: 
         if section.table is not None:
             show_table(section.table, console, indent)
         for line in section.lines:
-            _print_line(indent + safe(line, console), "cyan", console)
+            _print_line(Text(indent + safe(line, console), "cyan"), console)
 
 
 def show_table(table: Table, console: "Console", indent: str = "") -> None:
@@ -109,16 +114,14 @@ def show_table(table: Table, console: "Console", indent: str = "") -> None:
             break
     grid = _rich_table(table, widths, gap, console)
     for segments in console.render_lines(grid, console.options.update(width=max(width, least)), pad=False):
-        line = Text.assemble(indent, *((one.text, one.style or "") for one in segments))
-        line.rstrip()
-        console.print(line, no_wrap=True, overflow="ignore", crop=False)
+        _print_line(Text.assemble(indent, *((one.text, one.style or "") for one in segments)), console)
 
 
 def _least_widths(table: Table, *, figures_wrap: bool) -> list[int]:
     """The least width of each column: figures are broken at most between words."""
-    columns = [(side, [table.header[i], *(row[i] for row in table.rows)]) for i, side in enumerate(table.align)]
-    longest = [max(map(len, cells)) for _, cells in columns]
-    words = [max((len(word) for cell in cells for word in cell.split()), default=0) for _, cells in columns]
+    columns = [*zip(table.header, *table.rows, strict=True)]
+    longest = [max(map(len, cells)) for cells in columns]
+    words = [max((len(word) for cell in cells for word in cell.split()), default=0) for cells in columns]
     figures = words if figures_wrap else longest
     return [figures[i] if side == "r" else min(longest[i], NARROWEST) for i, side in enumerate(table.align)]
 
@@ -127,25 +130,22 @@ def _rich_table(table: Table, widths: list[int], gap: int, console: "Console") -
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    grid = RichTable(
-        box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="dim", show_header=any(table.header)
-    )
+    headed = any(table.header)
+    grid = RichTable(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="dim", show_header=headed)
     styles = table.styles or ("",) * len(widths)
+    justify: dict[str, JustifyMethod] = {"l": "left", "r": "right"}
     for head, side, width, style in zip(table.header, table.align, widths, styles, strict=True):
-        grid.add_column(
-            Text(safe(head, console)), justify="right" if side == "r" else "left", min_width=width, style=style
-        )
+        grid.add_column(Text(safe(head, console)), justify=justify[side], min_width=width, style=style)
     for number, row in enumerate(table.rows):
         total = number == len(table.rows) - table.sums
         grid.add_row(*(Text(safe(cell, console)) for cell in row), style="bold" if total else "")
     return grid
 
 
-def _print_line(line: str, style: str, console: "Console") -> None:
+def _print_line(line: "Text", console: "Console") -> None:
     """Print a line as it is, even if it is wider than the terminal."""
-    from rich.text import Text
-
-    console.print(Text(line, style=style), no_wrap=True, overflow="ignore", crop=False)
+    line.rstrip()
+    console.print(line, no_wrap=True, overflow="ignore", crop=False)
 
 
 def to_html(sections: Sequence[Section]) -> str:
@@ -159,7 +159,5 @@ def macros() -> Any:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     loader = FileSystemLoader(FOLDER)
-    environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    return environment.get_template("page.html.j2").module
+    rules = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return rules.get_template("page.html.j2").module

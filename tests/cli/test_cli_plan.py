@@ -27,7 +27,7 @@ from oomguard._core.units import GIB, MIB
 from oomguard._plan.store import decode_plan
 from oomguard._report.plan import explain, show_plan
 from oomguard._report.progress import Lines, progress_lines
-from oomguard._report.tables import Section, Table, show_sections, show_table
+from oomguard._report.tables import Section, Table, printer, show_sections, show_table
 from oomguard._search.approach import Probe
 from oomguard._search.run import MAX_PROBES, TIMEOUT_SECONDS, Progress
 from oomguard._search.space import AIMS, ALLOWED
@@ -460,3 +460,10 @@ def test_a_narrow_terminal_shows_what_a_probe_needs_of_the_budget() -> None:
     lines.take(Progress(probes=3, running=(probe,), best=None, seconds_left=61, budget_bytes=2000 * GIB))
     lines.console.print(lines.render())
     assert "1,000.00 GiB of 1.95 TiB" in lines.console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_path_that_is_wider_than_the_terminal_stays_whole() -> None:
+    path = "/" + "long-" * 30 + "folder/plan.json"
+    buffer = io.StringIO()
+    printer(Console(file=buffer, width=40))(f"Written to {path}.")
+    assert f"{path}." in buffer.getvalue().splitlines()

@@ -12,7 +12,8 @@ from search.rig import Rig
 
 import oomguard
 from oomguard._core.units import GIB, MIB, format_bytes
-from oomguard._plan.shortfall import MOST, NothingFitsError, Shortfall, explain
+from oomguard._plan.advice import MOST, explain
+from oomguard._plan.value import NothingFitsError, Shortfall
 from oomguard._probe.verdict import Verdict
 from oomguard._search.lengths import with_steps
 from oomguard._search.screen import screen
