@@ -231,7 +231,7 @@ def _fill(columns: dict[str, Ints], rows: Ints, values: Mapping[str, Count | Non
 
 
 def _groups(spec: Spec, candidates: Candidates) -> Iterator[tuple[Ints, Candidates]]:
-    """Ints, and the candidates there: numbers as arrays, everything else one value."""
+    """Row numbers, and the candidates there: numbers as arrays, everything else one value."""
     key = _key(spec, candidates)
     order = np.argsort(key, kind="stable")
     borders = np.flatnonzero(np.diff(key[order])) + 1
