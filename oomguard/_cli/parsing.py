@@ -11,7 +11,7 @@ from typing import Any
 from oomguard._cli.flags import CANDIDATE, CUT, FIXED, MODEL, SPEC, SPEC_FIELDS, Flag
 from oomguard._core.errors import MisuseError, conflict, flag, shown
 from oomguard._spec.candidate import Candidate, make_candidate
-from oomguard._spec.read import load_fields, make_spec, preset_fields
+from oomguard._spec.read import load_fields, make_spec, preset_fields, with_batch
 from oomguard._spec.spec import Spec
 
 
@@ -46,14 +46,14 @@ def _read(
 ) -> tuple[Spec, dict[str, Any]]:
     """The spec that `make` builds from its fields, and the knobs. `usual`: fields that apply unless flags are given."""
     fields, knobs = {**usual, **read_options(values, SPEC_FIELDS)}, read_options(values, flags)
-    microbatch, accumulation = knobs.get("microbatch"), knobs.get("accumulation")
-    if "batch" not in fields and type(microbatch) is type(accumulation) is int and min(microbatch, accumulation) > 0:
-        fields["batch"] = microbatch * accumulation
+    if "accumulation" in knobs:  # with the microbatch it says what the batch is, whatever a file says
+        fields = with_batch(fields, knobs)
     if "features" in fields and "vocab" not in fields:
         fields |= {"vocab": None, "embedding": fields.get("embedding")}
     elif "vocab" in fields and "features" not in fields:
         fields["features"] = None
-    spec = make(_spec_fields(values.get("model"), values.get("preset")) | fields)
+    spec = make(with_batch(_spec_fields(values.get("model"), values.get("preset")) | fields, knobs))
+    microbatch = knobs.get("microbatch")
     if type(microbatch) is int and microbatch > spec.batch:
         raise MisuseError(
             rule="--microbatch must not be larger than --batch",

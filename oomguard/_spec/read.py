@@ -45,6 +45,18 @@ def make_spec(fields: dict[str, Any]) -> Spec:
     return Spec(**fields)
 
 
+def with_batch(fields: dict[str, Any], knobs: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a spec; without a batch, it is the microbatch times the accumulation, if that is given.
+
+    >>> with_batch({"cell": "gru"}, {"microbatch": 8}), with_batch({"batch": 32}, {"microbatch": 8})
+    ({'cell': 'gru', 'batch': 8}, {'batch': 32})
+    """
+    microbatch, accumulation = knobs.get("microbatch"), knobs.get("accumulation", 1)
+    if "batch" in fields or not type(microbatch) is type(accumulation) is int or min(microbatch, accumulation) < 1:
+        return fields
+    return fields | {"batch": microbatch * accumulation}
+
+
 def load_fields(path: Path) -> dict[str, Any]:
     """The fields of a spec in a TOML file, for `make_spec`."""
     rule = f"A spec file must be readable TOML, such as {path.stem or 'spec'}.toml"

@@ -71,7 +71,7 @@ WRONG = [
     f"{LSTM} --bidirectional=yes",
     f"{LSTM} --bidirectional --no-bidirectional",
     f"{LSTM} surplus",
-    f"{LSTM} --microbatch 64",
+    f"{LSTM} --batch 32 --microbatch 64",
     f"{LSTM} --microbatch 0",
     f"{LSTM} --batch 32 --microbatch 8 --accumulation 3",
     f"{LSTM} --segments 101",
@@ -158,6 +158,16 @@ def test_every_preset_can_be_estimated(name: str) -> None:
 def test_microbatch_and_accumulation_alone_give_the_batch(capsys: Capture) -> None:
     made = document(capsys, f"{LSTM} --budget 8GiB --microbatch 24 --accumulation 3")
     assert made == document(capsys, f"{LSTM} --budget 8GiB --batch 72 --microbatch 24")
+
+
+def test_a_microbatch_alone_is_the_batch(capsys: Capture) -> None:
+    made = document(capsys, f"{LSTM} --budget 8GiB --microbatch 64")
+    assert made == document(capsys, f"{LSTM} --budget 8GiB --batch 64 --microbatch 64")
+
+
+def test_the_batch_of_a_preset_stands_beside_a_microbatch(capsys: Capture) -> None:
+    made = document(capsys, "estimate --preset char-lm --budget 8GiB --microbatch 4")
+    assert made["candidate"]["accumulation"] > 1
 
 
 def test_every_field_of_a_spec_has_a_flag() -> None:
