@@ -41,7 +41,11 @@ class RuleError(OomguardError):
 
 
 class MisuseError(RuleError, ValueError):
-    """A wrong argument, value or file."""
+    """A wrong argument, value or file.
+
+    >>> str(MisuseError(rule="Unknown argument 'hiden'", got="", advice="Did you mean 'hidden'?"))
+    "Unknown argument 'hiden'. Did you mean 'hidden'?"
+    """
 
 
 class GuardError(RuleError):
