@@ -1,10 +1,10 @@
-"""A small regression: what is like the data is predicted closely, and what is not keeps a wide margin. And a front.
+"""A Gaussian process, which keeps a wide margin for what is unlike its data; and the Pareto front.
 
-The regression is a Gaussian process. A value is the sum of a few effects (linear in features), each with a prior
+A value is the sum of a few effects (linear in features), each with a prior
 standard deviation; of a local deviation that rows at the same place share, and nearby rows in part; and of noise.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,14 +29,13 @@ class Prior(NamedTuple):
 
 
 class Data(NamedTuple):
-    """Measured values."""
+    """Measured values, one row each."""
 
     features: Floats
-    """One row for each value, one column for each effect."""
+    """One column for each effect."""
     places: Floats
-    """One row of coordinates for each value."""
+    """Coordinates."""
     values: Floats
-    """The values."""
     noise: Floats
     """The standard deviation of each value."""
 
@@ -45,8 +44,7 @@ class Fit:
     """The posterior of a prior and data."""
 
     def __init__(self, prior: Prior, data: Data) -> None:
-        self.variances, self.prior = np.square(np.asarray(prior.effects)), prior
-        self.data = data
+        self.variances, self.prior, self.data = np.square(np.asarray(prior.effects)), prior, data
         own = self._covariance(data.features, data.places) + np.diag(np.square(data.noise))
         self._inverse = np.linalg.inv(own) if len(data.values) else np.empty((0, 0))
         self._weights = self._inverse @ np.asarray(data.values, dtype=float)
@@ -69,6 +67,12 @@ class Fit:
         return shared + self.prior.local**2 * np.exp(-away / 2)
 
 
+def stacked(rows: Iterable[Data], *, effects: int, coordinates: int) -> Data:
+    """The rows of several data, perhaps of none."""
+    empty = Data(np.empty((0, effects)), np.empty((0, coordinates)), np.empty(0), np.empty(0))
+    return Data(*map(np.concatenate, zip(empty, *rows, strict=True)))
+
+
 def fit_robustly(prior: Prior, data: Data) -> Fit:
     """Fit values of which some are far off: a value that the others contradict counts less in each round.
 
@@ -86,31 +90,14 @@ def fit_robustly(prior: Prior, data: Data) -> Fit:
 def pareto_front(*columns: ArrayLike) -> NDArray[np.bool_]:
     """Where the points of the Pareto front are; every column is to be as small as possible.
 
-    A point is on the front unless another one is at most as large in all columns and smaller in one. Two columns take
-    the time of sorting them, more columns that time times the length of the front.
+    A point is on the front unless another one is at most as large in all columns and smaller in one.
 
     >>> pareto_front([4, 1, 2, 3], [-40, -10, -30, -20]).tolist()
     [True, True, True, False]
     """
     points = np.column_stack([np.asarray(column, dtype=float) for column in columns])
-    order = np.lexsort(points.T[::-1])  # a point is never beaten by one that comes later
-    points = points[order]
     front = np.zeros(len(points), dtype=bool)
-    front[order] = _sorted_pairs(points) if len(columns) == 2 else _sorted_points(points)
-    return front
-
-
-def _sorted_pairs(points: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Of two columns: the points that have a new least second value, and their equals."""
-    least = np.minimum.accumulate(points[:, 1])
-    new = np.r_[True, least[1:] < least[:-1]][: len(points)]
-    latest = np.maximum.accumulate(np.where(new, np.arange(len(points)), 0))
-    return np.asarray(np.equal(points, points[latest]).all(axis=1))
-
-
-def _sorted_points(points: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Of any columns: the first point is on the front; what it beats is left out, then the same again."""
-    front, left = np.zeros(len(points), dtype=bool), np.arange(len(points))
+    left = np.lexsort(points.T[::-1])  # the first point is on the front: none is beaten by one that comes later
     while left.size:
         best = points[left[0]]
         front[left[np.equal(points[left], best).all(axis=1)]] = True

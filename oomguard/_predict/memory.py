@@ -80,10 +80,9 @@ def _chunks(knobs: Knobs) -> NDArray[np.bool_]:
 
 def split(estimate: Estimate) -> tuple[Floats, Floats]:
     """The known part of the peak without the runtime, and the rest, which records correct (at least a page)."""
-    total, runtime = (np.atleast_1d(part) for part in (estimate.total_bytes, estimate.terms["runtime"]))
-    known = np.zeros(len(total))
-    for term in KNOWN[1:]:
-        known = known + np.atleast_1d(estimate.terms[term]).astype(float)
+    parts = (estimate.total_bytes, *(estimate.terms[term] for term in KNOWN))
+    total, runtime, *others = np.broadcast_arrays(*map(np.atleast_1d, parts))
+    known = np.sum(others, axis=0, dtype=float)
     return known, np.maximum(total - runtime - known, 4096.0)
 
 

@@ -63,8 +63,6 @@ LEVEL = 2.0
 """Prior standard deviation of a candidate's speed. Wide, so that only repeated runs inform the drift."""
 
 Knobs = Candidate | Candidates
-
-
 Engine = str | NDArray[np.str_]
 """The engine of all candidates, or one for each."""
 
@@ -72,36 +70,32 @@ Engine = str | NDArray[np.str_]
 def guess(spec: Spec, knobs: Knobs, engine: Engine, *, cuda: bool) -> Floats:
     """Seconds of one time step of one sequence, before anything is measured."""
     where = "cuda" if cuda else "cpu"
-    operations = np.asarray(6.0 * terms.weights_bytes(spec) / 4)
+    native, operations = _is(engine, "native"), np.asarray(6.0 * terms.weights_bytes(spec) / 4)
     if cuda:
-        operations = operations * np.where(np.asarray(knobs.precision) == "fp32", 1.0, HALF_TIME)
-    half = np.where(np.asarray(engine) == "onednn", HALF_ROWS["onednn"], HALF_ROWS[where])
-    alone = 1 + half / np.asarray(knobs.microbatch)
+        operations = operations * np.where(_is(knobs.precision, "fp32"), 1.0, HALF_TIME)
+    half = np.where(_is(engine, "onednn"), HALF_ROWS["onednn"], HALF_ROWS[where])
+    alone = 1 + half / knobs.microbatch
     new = np.asarray(0.0) if cuda else cold(spec, knobs, engine) * (COLD - 1)
     if not cuda and spec.cell == "lstm":
-        operations = operations * np.where(np.asarray(engine) == "native", NATIVE, 1.0)
-        new = np.maximum(new, FAULTS * (faults(spec, knobs, engine) & (np.asarray(engine) != "native")))
+        operations = operations * np.where(native, NATIVE, 1.0)
+        new = np.maximum(new, FAULTS * (faults(spec, knobs, engine) & ~native))
     new = new + (0.0 if cuda else STEADY * _returns(knobs, engine))
     passes = operations / SPEED[where] * alone * (1 + FORWARD_SHARE[where] * _forwards(knobs)) * (1 + new)
-    tokens = piece_of(spec, knobs) * np.asarray(knobs.microbatch)
+    tokens = piece_of(spec, knobs) * knobs.microbatch
     calls = spec.layers * spec.directions * (1 + _forwards(knobs))
-    step = np.where(np.asarray(engine) == "native", STEP_SECONDS["native"], STEP_SECONDS["fused"])
-    return np.asarray(passes + calls * (PIECE_SECONDS / tokens + step / np.asarray(knobs.microbatch)))
+    step = np.where(native, STEP_SECONDS["native"], STEP_SECONDS["fused"])
+    return np.asarray(passes + calls * (PIECE_SECONDS / tokens + step / knobs.microbatch))
 
 
 def features(spec: Spec, knobs: Knobs, engine: Engine, *, cuda: bool) -> Floats:
     """One row per candidate, one column for each of `EFFECTS`."""
-    rows = np.log2(np.asarray(knobs.microbatch, dtype=float)) - 4
-    native = _is(engine, "native")
-    allocator = np.asarray(0.0) if cuda else faults(spec, knobs, engine) * 1.0
-    threads = np.log2(_threads(knobs))
-    pieces = np.greater(knobs.segments, 1) * 1.0
-    depth = np.log2(np.asarray(knobs.segments, dtype=float)) / 8
+    rows, threads = np.log2(knobs.microbatch) - 4, _thread_doublings(knobs)
+    native, pieces = _is(engine, "native"), np.greater(knobs.segments, 1)
+    allocator = np.asarray(False) if cuda else faults(spec, knobs, engine)
     columns = [
-        1.0, native, allocator, threads, 1.0 - _is(knobs.precision, "fp32"), _is(knobs.precision, "fp16"),
-        rows, pieces, depth, 1.0 - np.asarray(knobs.recompute) * 1.0, 1.0 - is_none(knobs.window),
-        np.asarray(knobs.offload) * 1.0, _is(knobs.keep, "host"), _is(knobs.update, "fused"),
-        0.0 if cuda else cold(spec, knobs, engine),
+        1.0, native, allocator, threads, ~_is(knobs.precision, "fp32"), _is(knobs.precision, "fp16"),
+        rows, pieces, np.log2(knobs.segments) / 8, ~np.asarray(knobs.recompute), ~is_none(knobs.window),
+        knobs.offload, _is(knobs.keep, "host"), _is(knobs.update, "fused"), not cuda and cold(spec, knobs, engine),
         native * rows, threads * rows, allocator * pieces, native * pieces, allocator * native, threads * native,
         threads * pieces,
     ]  # fmt: skip
@@ -113,12 +107,9 @@ def places(spec: Spec, knobs: Knobs, engine: Engine) -> Floats:
 
     A shorter version of a candidate, with fewer segments of the same length, is at the same place.
     """
-    rows, threads = np.log2(np.asarray(knobs.microbatch, dtype=float)), np.log2(_threads(knobs))
-    columns = [
-        rows, np.log2(piece_of(spec, knobs)), APART * threads, APART * _is(engine, "native"),
-        APART * _keeps(knobs), APART * (1.0 - np.asarray(knobs.recompute) * 1.0),
-    ]  # fmt: skip
-    return _stack(columns)
+    settings = [_thread_doublings(knobs), _is(engine, "native"), _keeps(knobs), ~np.asarray(knobs.recompute)]
+    sizes = [np.log2(knobs.microbatch), np.log2(piece_of(spec, knobs))]
+    return _stack([*sizes, *(APART * column for column in settings)])
 
 
 def _stack(columns: Sequence[ArrayLike]) -> Floats:
@@ -137,13 +128,13 @@ def noise(record: Record) -> float:
 
 def _forwards(knobs: Knobs) -> NDArray[np.int64]:
     """Forward passes beyond the first: one for each level of recomputed segments."""
-    return np.asarray(np.asarray(knobs.levels) * np.greater(knobs.segments, 1) * np.asarray(knobs.recompute))
+    return np.asarray(knobs.levels * np.greater(knobs.segments, 1) * knobs.recompute)
 
 
 def _returns(knobs: Knobs, engine: Engine) -> Floats:
     """CPU: share of a pass's small blocks that goes back to the system at a time."""
-    native = (np.asarray(engine) == "native") & ~_keeps(knobs)
-    return np.asarray(native) / np.where(np.asarray(knobs.recompute), np.asarray(knobs.segments), 1)
+    returned = _is(engine, "native") & ~_keeps(knobs)
+    return np.asarray(returned / np.where(knobs.recompute, knobs.segments, 1))
 
 
 def faults(spec: Spec, knobs: Knobs, engine: Engine) -> NDArray[np.bool_]:
@@ -166,17 +157,19 @@ def cold(spec: Spec, knobs: Knobs, engine: Engine) -> NDArray[np.bool_]:
 
 def _block_bytes(spec: Spec, knobs: Knobs, engine: Engine) -> NDArray[np.int64]:
     """Bytes of the gates: of a whole segment (oneDNN), of one step (PyTorch's own kernels)."""
-    steps = np.where(np.asarray(engine) == "native", 1, piece_of(spec, knobs))
+    steps = np.where(_is(engine, "native"), 1, piece_of(spec, knobs))
     return np.asarray(knobs.microbatch * (16 * spec.hidden) * steps)
 
 
 def piece_of(spec: Spec, knobs: Knobs) -> NDArray[np.int64]:
     """Steps of a segment or window, for candidates with and without a window side by side."""
-    pieces = np.ceil(spec.steps / np.asarray(knobs.segments)).astype(np.int64)
-    if is_none(knobs.window).all():
-        return np.asarray(pieces)
-    windows = np.array([window or spec.steps for window in np.atleast_1d(np.asarray(knobs.window, dtype=object))])
-    return np.asarray(np.minimum(pieces, windows))
+    windows = filled(knobs.window, spec.steps).astype(np.int64)
+    return np.asarray(np.minimum(np.ceil(spec.steps / np.asarray(knobs.segments)).astype(np.int64), windows))
+
+
+def filled(values: object, default: object) -> NDArray[np.object_]:
+    """The values of a knob, with a default where it is None."""
+    return np.where(is_none(values), np.array(default, dtype=object), np.asarray(values, dtype=object))
 
 
 def _keeps(knobs: Knobs) -> NDArray[np.bool_]:
@@ -184,13 +177,13 @@ def _keeps(knobs: Knobs) -> NDArray[np.bool_]:
     return np.isin(np.asarray(knobs.allocator, dtype=str), ("plain", "pooled", "roomy"))
 
 
-def _is(values: ArrayLike, name: str) -> Floats:
-    return np.asarray(np.asarray(values) == name) * 1.0
+def _is(values: ArrayLike, name: str) -> NDArray[np.bool_]:
+    return np.asarray(np.asarray(values) == name)
 
 
-def _threads(knobs: Knobs) -> Floats:
-    """The number of threads, 1 where it is left to PyTorch."""
-    return np.asarray([count or 1 for count in np.atleast_1d(np.asarray(knobs.threads, dtype=object))], dtype=float)
+def _thread_doublings(knobs: Knobs) -> Floats:
+    """The doublings of threads, 0 where their number is left to PyTorch."""
+    return np.asarray(np.log2(filled(knobs.threads, 1).astype(float)))
 
 
 def drift(records: Sequence[Record]) -> Floats:
