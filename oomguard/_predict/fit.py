@@ -67,6 +67,12 @@ class Fit:
         return shared + self.prior.local**2 * np.exp(-away / 2)
 
 
+def matrix(columns: Iterable[ArrayLike]) -> Floats:
+    """Columns, some of them single numbers, as a matrix."""
+    arrays = (np.atleast_1d(np.asarray(column, dtype=float)) for column in columns)
+    return np.stack(np.broadcast_arrays(*arrays), axis=1)
+
+
 def stacked(rows: Iterable[Data], *, effects: int, coordinates: int) -> Data:
     """The rows of several data, perhaps of none."""
     empty = Data(np.empty((0, effects)), np.empty((0, coordinates)), np.empty(0), np.empty(0))

@@ -24,13 +24,11 @@ WORTH = 0.02
 DETOUR = 0.02
 """Gain that a new setting must promise for each doubling that it is away from the best known candidate."""
 FINALISTS, TURNS, CLOSE = 3, 3, 0.1
-"""The three fastest candidates are run three times each, if they are within a tenth of the fastest: a single time is
-half luck."""
+"""The three fastest candidates, if within a tenth of the fastest, run three times each: a single time is half luck."""
 MUCH = 0.15
 """Share by which another candidate must be faster to be confirmed after one has been confirmed."""
 OPTIMISM, CURIOSITY = 0.3, 1.5
-"""Standard deviations by which an untimed candidate is assumed faster than predicted; and where a probe takes only a
-second."""
+"""Standard deviations by which an untimed candidate is assumed faster than predicted; more where probes are quick."""
 PATIENCE = 8
 """After so many candidates tried in vain, the assumed gain is half as large."""
 MOST_STEPS, BOLD = 3, 0.6
@@ -89,8 +87,7 @@ def _second(state: State, table: CandidateTable, confirmed: Mask) -> Probe | Non
 def _into_the_margin(state: State, table: CandidateTable) -> Probe | None:
     """Approach a candidate that only its margin excludes, if short sequences of it are faster than all that fit.
 
-    It is run with longer and longer sequences, and whole once most of the margin fits. It is chosen only if it fits by
-    its own record.
+    It is run longer and longer, then whole once most of the margin fits, and chosen only if it fits by its own record.
     """
     best = np.min(table.expected.seconds_per_step[table.eligible])
     reach = _within_reach(state, table) & (table.seconds < (1 - WORTH) * best)
@@ -108,10 +105,7 @@ def _nearer(state: State, table: CandidateTable, row: int) -> Probe | None:
 
 
 def _within_reach(state: State, table: CandidateTable) -> Mask:
-    """CPU: quick candidates that may fit though not surely, and have not been run whole.
-
-    A kind of which any probe has failed is excluded.
-    """
+    """CPU: quick candidates that may fit but not surely, not yet run whole, of kinds of which no probe has failed."""
     kinds = state.measured - {kind_of(record) for record in state.records if not record.verdict.ran}
     reach = table.runs & ~table.fits & ~lossy(table.candidates) & (table.longest < table.spec.steps)
     reach &= table.of_kinds(kinds) & (not state.problem.target.cuda)
@@ -122,8 +116,7 @@ def _within_reach(state: State, table: CandidateTable) -> Mask:
 def _turn(state: State, table: CandidateTable, finalists: int = FINALISTS, turns: int = TURNS) -> Probe | None:
     """Another turn of one of the fastest, so that none is chosen for its luck; None if all have had theirs.
 
-    The one with the fewest turns comes first, then one of the same kind as the last probe: its child need not be
-    started anew.
+    The fewest turns come first, then the kind of the last probe: its child need not be started anew.
     """
     seconds, timed = table.seconds, _lowest(table.seconds, _quick(table) & ~np.isnan(table.seconds), FINALISTS)
     if len(timed) < 2:
@@ -187,10 +180,8 @@ def _distance(table: CandidateTable, row: int) -> Floats:
     """
     chosen = table.candidates[row]
     changed = sum(~table.like(chosen, name) * 1 for name in (*SETTING, "threads"))
-    doublings = sum(
-        np.abs(np.log2(np.asarray(getattr(table.candidates, name)) / getattr(chosen, name)))
-        for name in ("microbatch", "segments")
-    )
+    doublings = np.abs(np.log2(table.microbatches / chosen.microbatch))
+    doublings = doublings + np.abs(np.log2(table.candidates.segments / chosen.segments))
     mode = table.like(chosen, "recompute", "levels", "window")
     return np.where(changed == 0, 0.0, np.where(changed == 1, doublings + 2 * ~mode, np.inf))
 
@@ -271,7 +262,5 @@ def _try_smallest(state: State, table: CandidateTable) -> Probe | None:
     """Measure the smallest candidate if nothing fits by prediction, unless that has been done."""
     row = table.smallest
     kind, segmented = table.kind_at(row), table.candidates[row].segments > 1
-    seen = [record for record in state.own_records if kind_of(record) == kind]
-    if not table.runs[row] or any((record.candidate.segments > 1) == segmented for record in seen):
-        return None
-    return short(state, table, row, "calibrate")
+    seen = {(kind_of(record), record.candidate.segments > 1) for record in state.own_records}
+    return short(state, table, row, "calibrate") if table.runs[row] and (kind, segmented) not in seen else None

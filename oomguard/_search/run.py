@@ -217,9 +217,14 @@ class Search:
         return self.ended == "interrupted"
 
     def _next(self, runner: Runner) -> Probe | None:
-        """The next probe within what is free now. If a limit is reached there is none, and `ended` says why."""
-        stored = self._refresh()
-        if stored >= self.limits.max_probes:
+        """The next probe within what is free now, in the light of other machines' records.
+
+        If a limit is reached there is none, and `ended` says why.
+        """
+        self.trials.recover()
+        stored = self.trials.records()
+        self.records += measured_on(self.cache.title, stored, known=self.records)
+        if len(stored) >= self.limits.max_probes:
             self.ended = "max-probes"
         elif self.left <= LAST_SECONDS:
             self.ended = "timeout"
@@ -237,13 +242,6 @@ class Search:
             confirm_seconds=max(1.0, min(CONFIRM_SECONDS, 0.7 * self.left)),
         )
         return propose(state)
-
-    def _refresh(self) -> int:
-        """Add the records of other machines, fail the trials of those that are gone, and count all stored records."""
-        self.trials.recover()
-        stored = self.trials.records()
-        self.records += measured_on(self.cache.title, stored, known=self.records)
-        return len(stored)
 
     def _patience(self, probe: Probe) -> float:
         """Seconds that a probe may take: several times what is expected, but not beyond the end of the search."""

@@ -41,10 +41,8 @@ moving thresholds; its peaks then vary). Vanilla RNNs have `steady` alone: elsew
 is neither fast nor repeatable, since its thresholds depend on what the process freed before."""
 SHORTEST_PIECE, SHORTEST_WINDOW = 8, 32
 """Steps of a segment and of a window: shorter ones take more time than they save memory."""
-SHAPE_KNOBS = ("segments", "recompute", "levels", "window")
-
-Shape = tuple[int, bool, int, int | None]
-"""The values of `SHAPE_KNOBS`."""
+WHOLE = {"segments": 1, "recompute": True, "levels": 1, "window": None}
+"""The shape of a candidate that goes through a sequence in one piece."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,25 +197,25 @@ def segment_counts(steps: int) -> list[int]:
     return sorted({min(most, round(2**power)) for power in powers.tolist()}) if steps > 1 else []
 
 
-def shapes(spec: Spec, space: Space) -> list[Shape]:
+def shapes(spec: Spec, space: Space) -> list[dict[str, Any]]:
     """The ways of going through a sequence: whole, in segments, in chunks, in windows."""
     # lengths that the user fixed for long sequences are cut to the short ones of a bucket
     fixed = {
         name: min(value, spec.steps) if name in ("segments", "window") and value is not None else value
         for name, value in space.choices.fixed.items()
+        if name in WHOLE
     }
-    one_way = not spec.bidirectional
-    ways: list[Shape] = [(1, True, 1, None)]
+    ways = [WHOLE]
+    deepest = 1 if spec.bidirectional else max(LEVELS_FROM)
     for count in segment_counts(spec.steps):
-        levels = [number for number, least in LEVELS_FROM.items() if count >= least and (number == 1 or one_way)]
-        ways += [(count, True, number, None) for number in levels]
-    if one_way:
-        ways += [(4**power, False, 1, None) for power in range(1, 15) if 4**power <= spec.steps // SHORTEST_PIECE]
-    if one_way and "window" in space.choices.allow:
-        ways += [(1, True, 1, 2**n) for n in range(5, 31) if SHORTEST_WINDOW <= 2**n < spec.steps]
-    own: Shape = (fixed.get("segments", 1), fixed.get("recompute", True), fixed.get("levels", 1), fixed.get("window"))
-    asked = [index for index, name in enumerate(SHAPE_KNOBS) if name in fixed]
-    return [way for way in ways if all(way[index] == own[index] for index in asked)] or [own]
+        levels = [number for number, fewest in LEVELS_FROM.items() if count >= fewest and number <= deepest]
+        ways += [WHOLE | {"segments": count, "levels": number} for number in levels]
+    if not spec.bidirectional:
+        chunks = [4**power for power in range(1, 15) if 4**power <= spec.steps // SHORTEST_PIECE]
+        ways += [WHOLE | {"segments": count, "recompute": False} for count in chunks]
+        windows = [2**power for power in range(5, 31) if SHORTEST_WINDOW <= 2**power < spec.steps]
+        ways += [WHOLE | {"window": steps} for steps in windows if "window" in space.choices.allow]
+    return [way for way in ways if fixed.items() <= way.items()] or [WHOLE | fixed]
 
 
 def grid(spec: Spec, space: Space, *, finest: bool = False) -> Candidates:
@@ -226,10 +224,9 @@ def grid(spec: Spec, space: Space, *, finest: bool = False) -> Candidates:
     rows = [fixed["microbatch"]] if "microbatch" in fixed else microbatches(spec.batch, finest=finest)
     index = np.indices((len(space.settings), len(ways), len(rows))).reshape(3, -1)
     columns: dict[str, Any] = {"microbatch": np.array(rows)[index[2]]}
-    for place, name in enumerate(SHAPE_KNOBS):
-        columns[name] = _column([way[place] for way in ways], index[1])
-    for name in space.settings[0]:
-        columns[name] = _column([setting[name] for setting in space.settings], index[0])
+    for place, choices in enumerate((space.settings, ways)):
+        for name in choices[0]:
+            columns[name] = _column([choice[name] for choice in choices], index[place])
     return serve(spec, Candidates(**columns))
 
 
