@@ -135,8 +135,9 @@ class Calibration:
         # a probe that ran out of memory before its first step tells a lower bound of its peak
         ended = [record for record in records if record.verdict in (Verdict.OVER, Verdict.OOM) and not record.terms]
         self._failed = [record for record in ended if record.peak_bytes and same_model(record.spec, spec)]
-        self.own = [(record, self._estimate(record)) for record in self.records if same_model(record.spec, spec)]
+        self.own = [record for record in self.records if same_model(record.spec, spec)]
         self._memory: dict[Kind, Fit] = {}
+        self._estimates: dict[int, Estimate] = {}
 
     def of(self, spec: Spec) -> "Calibration":
         """The same calibration for another number or length of the model's sequences."""
@@ -183,7 +184,7 @@ class Calibration:
     @property
     def update_seconds(self) -> float:
         """Seconds of the optimizer's part of a step."""
-        measured = [record.seconds_per_update for record, _ in self.own if record.seconds_per_update is not None]
+        measured = [record.seconds_per_update for record in self.own if record.seconds_per_update is not None]
         bytes_per_second = 1e12 if self.target.cuda else 1e10
         return float(np.median(measured)) if measured else 20 * terms.weights_bytes(self.spec) / bytes_per_second
 
@@ -193,7 +194,10 @@ class Calibration:
         return record.seconds_per_pass * float(np.exp(-self._drift.get(id(record), 0.0)))
 
     def _estimate(self, record: Record) -> Estimate:
-        return estimate_step(record.spec, record.candidate, self.target)
+        """The estimate of a record, made once."""
+        if id(record) not in self._estimates:
+            self._estimates[id(record)] = estimate_step(record.spec, record.candidate, self.target)
+        return self._estimates[id(record)]
 
     def _runtime_bytes(self, kind: Kind, estimate: Estimate) -> int:
         """The largest runtime of any record of the kind, or the estimated one."""
@@ -202,7 +206,7 @@ class Calibration:
 
     def _level(self, kind: Kind) -> float:
         """The standard deviation of the ratio of a kind: that of bare estimates, or of a model measured on a card."""
-        if self.target.cuda and any(kind_of(record) == kind for record, _ in self.own):
+        if self.target.cuda and any(kind_of(record) == kind for record in self.own):
             return memory.CARD_LEVEL
         return _deviation(MARGIN_PERCENT[heap_setting(kind.allocator, self.target)])
 
@@ -210,16 +214,10 @@ class Calibration:
         """The fit of measured rests over estimated ones."""
         if kind not in self._memory:
             others = [record for record in self.records if not same_model(record.spec, self.spec)]
-            pairs = [pair for pair in self.own if kind_of(pair[0]) == kind]
-            pairs += [(record, self._estimate(record)) for record in others if kind_of(record) == kind]
-            rows = [self._memory_row(kind, *pair) for pair in pairs]
+            rows = [self._memory_row(kind, record) for record in (*self.own, *others) if kind_of(record) == kind]
             fit = self._fit_memory(kind, rows)
-            failed = (
-                self._memory_row(kind, record, self._estimate(record))
-                for record in self._failed
-                if kind_of(record) == kind
-            )
             # what ran out of memory counts if it had reached more than its predicted peak
+            failed = [self._memory_row(kind, record) for record in self._failed if kind_of(record) == kind]
             beyond = [row for row in failed if row.values[0] > fit.at(row.features, row.places)[0][0]]
             self._memory[kind] = self._fit_memory(kind, [*rows, *beyond]) if beyond else fit
         return self._memory[kind]
@@ -231,14 +229,14 @@ class Calibration:
         data = stacked(rows, effects=1 + len(slopes), coordinates=2)
         return Fit(Prior([self._level(kind), *slopes], local), data)
 
-    def _memory_row(self, kind: Kind, record: Record, estimate: Estimate) -> Data:
+    def _memory_row(self, kind: Kind, record: Record) -> Data:
         """The logarithm of the measured rest of a record over the estimated one."""
         spec, knobs, same = record.spec, record.candidate, same_model(record.spec, self.spec)
-        known, rest = memory.split(estimate)
+        known, rest = memory.split(self._estimate(record))
         if record.terms is not None:
             measured: float = record.terms["rest"] + record.terms["gradients"]
         else:
-            measured = (record.peak_bytes or 0) - self._runtime_bytes(kind, estimate) - float(known[0])
+            measured = (record.peak_bytes or 0) - self._runtime_bytes(kind, self._estimate(record)) - float(known[0])
         places = memory.places(spec, knobs, cuda=self.target.cuda) * (1 if same else -1)  # models share no places
         usual = float(memory.noise(spec, knobs, kind.engine, heap_setting(kind.allocator, self.target)))
         noise = [usual + memory.ERROR_BYTES[self.device] / rest[0]]
@@ -250,19 +248,19 @@ class Calibration:
     @cached_property
     def _drift(self) -> dict[int, float]:
         """The drift of each timed record, by its id."""
-        timed = [record for record, _ in self.own if record.seconds_per_pass is not None]
+        timed = [record for record in self.own if record.seconds_per_pass is not None]
         return dict(zip(map(id, timed), speed.drift(timed).tolist(), strict=True))
 
     @cached_property
     def _time(self) -> Fit:
         """The fit of measured times over guessed ones."""
-        rows = [self._time_row(*pair) for pair in self.own if pair[0].seconds_per_pass is not None]
+        rows = [self._time_row(record) for record in self.own if record.seconds_per_pass is not None]
         data = stacked(rows, effects=len(speed.EFFECTS), coordinates=speed.DIRECTIONS)
         return fit_robustly(Prior(speed.EFFECTS, speed.LOCAL, speed.REACH), data)
 
-    def _time_row(self, record: Record, estimate: Estimate) -> Data:
+    def _time_row(self, record: Record) -> Data:
         """The logarithm of the measured time of a record over the guessed one."""
-        spec, knobs, engine, cuda = record.spec, record.candidate, estimate.engine, self.target.cuda
+        spec, knobs, engine, cuda = record.spec, record.candidate, self._estimate(record).engine, self.target.cuda
         each = self.seconds_without_drift(record) / (spec.steps * knobs.microbatch)
         ratio = np.log(each / np.atleast_1d(speed.guess(spec, knobs, engine, cuda=cuda)))
         noise = speed.noise(record) if id(record) in self._new else speed.OLD_NOISE

@@ -14,7 +14,7 @@ import numpy as np
 from oomguard._core.units import MIB
 from oomguard._estimate.breakdown import Estimate, estimate_step
 from oomguard._predict import memory
-from oomguard._predict.calibration import Calibration, Kind, Prediction, kind_of, same_model
+from oomguard._predict.calibration import Kind, Prediction, kind_of, same_model
 from oomguard._probe.record import Record
 from oomguard._search.lengths import shorten
 from oomguard._search.screen import CandidateTable
@@ -174,12 +174,11 @@ def _safe_version(
     The whole candidate is not shortened to confirm it: it has been chosen because it fits.
     """
     problem, chosen = state.problem, table.candidates[row]
-    calibration = Calibration(table.spec, state.records, problem.target, problem.cached)
     while True:
         # what chunks reserve on a card depends on their number, their time on their length
         spec, candidate = shorten(table.spec, chosen, steps, fewer=chosen.recompute or role != "calibrate")
         estimate = estimate_step(spec, candidate, problem.target)
-        expected = calibration.of(spec).predict(estimate)[0]
+        expected = table.calibration.of(spec).predict(estimate)[0]
         safe = expected.safe_bytes <= problem.budget_bytes and _is_modest(state, table.kind_at(row), estimate)
         if safe or steps <= 1 or (spec == table.spec and role == "confirm"):
             return spec, candidate, expected

@@ -149,10 +149,7 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def make_buckets(problem: Problem, records: Sequence[Record], chosen: Candidate, *, timed: bool = True) -> list[Bucket]:
-    """The buckets of the spec's lengths, each with its fastest candidate that fits.
-
-    All have the setting of the chosen candidate, which cannot change while training.
-    """
+    """The buckets of the spec's lengths, each with its fastest candidate that fits in the setting of the chosen one."""
     buckets: list[Bucket] = []
     for part in cut(problem.spec.lengths or {problem.spec.steps: 1}):
         longest = max(part)

@@ -43,6 +43,7 @@ class CandidateTable:
     spec: Spec
     candidates: Candidates
     estimate: Estimate
+    calibration: Calibration
     kinds: dict[Kind, Mask]
     """The kinds among them, each with its rows."""
     prediction: Predictions
@@ -128,13 +129,11 @@ def screen(
     `caution` is the share of the margin that must fit too.
     """
     spec = spec or problem.spec
-    calibration = Calibration(spec, records, problem.target, problem.cached)
-    table = _predicted(problem, spec, calibration, caution)
+    table = _predicted(problem, Calibration(spec, records, problem.target, problem.cached), caution)
     ours, late = [record for record in records if same_model(record.spec, spec)], np.zeros(len(table), dtype=bool)
     for record in sorted(ours, key=lambda record: _weight(record, spec)):  # the most informative record comes last
         if record.verdict.ran or record.spec.steps <= spec.steps:
-            rows = _add(table, problem, record, ours, calibration)
-            late |= rows & (record.verdict is Verdict.TIMEOUT)
+            late |= _add(table, problem, record, ours) & (record.verdict is Verdict.TIMEOUT)
     for record in ours:
         if record.verdict is Verdict.STRAINED and record.peak_bytes is not None:
             high = table.expected.peak_bytes > STRAIN * record.peak_bytes
@@ -146,8 +145,9 @@ def screen(
     return table
 
 
-def _predicted(problem: Problem, spec: Spec, calibration: Calibration, caution: float) -> CandidateTable:
+def _predicted(problem: Problem, calibration: Calibration, caution: float) -> CandidateTable:
     """The table before records of this search are added."""
+    spec = calibration.spec
     candidates = grid(spec, problem.space, finest="microbatch" in problem.maximize)
     estimate, length = estimate_batch(spec, candidates, problem.target), len(candidates)
     prediction = calibration.predict(estimate)
@@ -166,6 +166,7 @@ def _predicted(problem: Problem, spec: Spec, calibration: Calibration, caution: 
         spec=spec,
         candidates=candidates,
         estimate=estimate,
+        calibration=calibration,
         kinds=kinds_of(estimate, problem.target),
         prediction=prediction,
         expected=expected,
@@ -179,11 +180,9 @@ def _predicted(problem: Problem, spec: Spec, calibration: Calibration, caution: 
     )
 
 
-def _add(
-    table: CandidateTable, problem: Problem, record: Record, records: Sequence[Record], calibration: Calibration
-) -> Mask:
+def _add(table: CandidateTable, problem: Problem, record: Record, records: Sequence[Record]) -> Mask:
     """Write what a record of this model says into the table, and return the rows of its candidates."""
-    rows, turns = _rows_of(record, table), turns_of(record, records)
+    rows, turns, calibration = _rows_of(record, table), turns_of(record, records), table.calibration
     if not problem.target.cuda:  # short sequences with small blocks do not tell the time of large blocks
         own = record.spec, record.candidate, record.engine or ""
         rows &= (table.faulting == faults(*own)) & (table.timeable != cold(*own))

@@ -121,10 +121,9 @@ class TrialStore:
 
     def note(self, name: str, value: Any) -> Any:
         """Store a value for later continuations of the search, and return the first one that was stored."""
-        first = self.study.user_attrs.get(name)
-        if first is None:
+        if name not in self.study.user_attrs:
             self.study.set_user_attr(name, value)
-        return value if first is None else first
+        return self.study.user_attrs[name]
 
     def _attributes(self, name: str, *states: TrialState) -> list[Any]:
         trials = self.study.get_trials(deepcopy=False, states=states or None)
