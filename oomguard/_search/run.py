@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -170,15 +170,16 @@ class Search:
         """Work on each device in a thread of its own, until all have ended or one has failed."""
         with ThreadPoolExecutor(len(runners)) as pool:
             workers = [pool.submit(self._work, runner) for runner in runners]
+            running = {*workers}
             try:
-                done, _ = wait(workers, return_when=FIRST_EXCEPTION)
+                while running:
+                    done, running = wait(workers, POLL_SECONDS)
+                    if any(worker.exception() for worker in done):
+                        self.ended = self.ended or "failed"  # the other workers stop
             except KeyboardInterrupt:
                 self.ended = "interrupted"
                 for runner in runners:
                     runner.close()
-            else:
-                if any(worker.exception() for worker in done):
-                    self.ended = self.ended or "failed"  # the other workers stop
         for worker in workers:
             worker.result()
 
