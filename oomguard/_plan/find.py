@@ -156,9 +156,7 @@ def _search(
     earlier = [] if ledger is None else ledger.read()
     # a continued search keeps the budget that it began with, if that is still free
     budget_bytes = min(problem.budget_bytes, trials.note("budget_bytes", problem.budget_bytes))
-    own = {(record.started, record.candidate) for record in earlier}
-    cached = measured_on(title, cache.read(question.spec))
-    cached = [record for record in cached if (record.started, record.candidate) not in own]
+    cached = measured_on(title, cache.read(question.spec), known=earlier)
     search = Search(
         problem=replace(problem, budget_bytes=budget_bytes, cached=tuple(cached)),
         trials=trials,

@@ -1,6 +1,5 @@
 """Calibration: estimates and records of probes -> predictions of peak and time, with a margin."""
 
-import itertools
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from oomguard._estimate.breakdown import MARGIN_PERCENT, SCATTERED_PERCENT, Esti
 from oomguard._estimate.malloc import setting_of
 from oomguard._estimate.target import Target
 from oomguard._predict import memory, speed
-from oomguard._predict.fit import Data, Fit, Floats, Prior, fit_robustly
+from oomguard._predict.fit import Data, Fit, Floats, Prior, fit_robustly, stacked
 from oomguard._probe.record import Record
 from oomguard._probe.verdict import Verdict
 from oomguard._spec.spec import Spec
@@ -67,12 +66,7 @@ class Predictions:
 
     def __getitem__(self, index: int) -> Prediction:
         """The prediction of one candidate."""
-        return Prediction(
-            peak_bytes=int(self.peak_bytes[index]),
-            margin_bytes=int(self.margin_bytes[index]),
-            seconds_per_step=float(self.seconds_per_step[index]),
-            doubt=float(self.doubt[index]),
-        )
+        return Prediction(**{name: getattr(self, name)[index].item() for name in Prediction.__struct_fields__})
 
 
 class Kind(NamedTuple):
@@ -85,10 +79,10 @@ class Kind(NamedTuple):
 
 def same_model(spec: Spec, other: Spec) -> bool:
     """Whether two specs differ only in the number and length of their sequences."""
-    first, second = (
+    one, two = (
         msgspec.structs.replace(some, seq=1, batch=1, lengths=None, packed=some.packs) for some in (spec, other)
     )
-    return first == second
+    return one == two
 
 
 def kind_of(record: Record) -> Kind:
@@ -100,15 +94,15 @@ def kind_of(record: Record) -> Kind:
 def kinds_of(estimate: Estimate, target: Target) -> dict[Kind, NDArray[np.bool_]]:
     """The kinds among the candidates of an estimate, each with a mask of its candidates."""
     knobs, length = estimate.candidate, len(np.atleast_1d(estimate.total_bytes))
+    allocators = speed.filled(knobs.allocator, _allocator(None, cuda=target.cuda))
     columns = [
-        np.broadcast_to(np.asarray(values, dtype=object), length) for values in (estimate.engine, knobs.precision)
+        np.broadcast_to(np.asarray(values, dtype=object), length)
+        for values in (estimate.engine, knobs.precision, allocators)
     ]
-    own = np.broadcast_to(np.asarray(knobs.allocator, dtype=object), length)
-    columns.append(np.where(own == np.array(None), _allocator(None, cuda=target.cuda), own))
-    masks = [{str(value): column == value for value in {*column.tolist()}} for column in columns]
-    kinds = {Kind(*names): masks[0][names[0]] & masks[1][names[1]] & masks[2][names[2]]
-             for names in itertools.product(*masks)}  # fmt: skip
-    return {kind: rows for kind, rows in kinds.items() if rows.any()}
+    kinds = [Kind(*map(str, names)) for names in {*zip(*columns, strict=True)}]
+    return {
+        kind: np.all([column == name for column, name in zip(columns, kind, strict=True)], axis=0) for kind in kinds
+    }
 
 
 def _allocator(name: str | None, *, cuda: bool) -> str:
@@ -133,14 +127,17 @@ class Calibration:
         """`cached` are records of earlier searches: their peaks still hold, their times less so."""
         self.spec, self.target, self.device = spec, target, "cuda" if target.cuda else "cpu"
         records = [*records]
-        old, new = ([record for record in some if record.steps and record.terms and record.spec.cell == spec.cell]
-                    for some in (cached, records))  # fmt: skip
+        old, new = (
+            [record for record in some if record.steps and record.terms and record.spec.cell == spec.cell]
+            for some in (cached, records)
+        )
         self.records, self._new = [*old, *new], {id(record) for record in new}
         # a probe that ran out of memory before its first step tells a lower bound of its peak
         ended = [record for record in records if record.verdict in (Verdict.OVER, Verdict.OOM) and not record.terms]
         self._failed = [record for record in ended if record.peak_bytes and same_model(record.spec, spec)]
-        self.own = [(record, self._estimate(record)) for record in self.records if same_model(record.spec, spec)]
+        self.own = [record for record in self.records if same_model(record.spec, spec)]
         self._memory: dict[Kind, Fit] = {}
+        self._estimates: dict[int, Estimate] = {}
 
     def of(self, spec: Spec) -> "Calibration":
         """The same calibration for another number or length of the model's sequences."""
@@ -187,7 +184,7 @@ class Calibration:
     @property
     def update_seconds(self) -> float:
         """Seconds of the optimizer's part of a step."""
-        measured = [record.seconds_per_update for record, _ in self.own if record.seconds_per_update is not None]
+        measured = [record.seconds_per_update for record in self.own if record.seconds_per_update is not None]
         bytes_per_second = 1e12 if self.target.cuda else 1e10
         return float(np.median(measured)) if measured else 20 * terms.weights_bytes(self.spec) / bytes_per_second
 
@@ -197,7 +194,10 @@ class Calibration:
         return record.seconds_per_pass * float(np.exp(-self._drift.get(id(record), 0.0)))
 
     def _estimate(self, record: Record) -> Estimate:
-        return estimate_step(record.spec, record.candidate, self.target)
+        """The estimate of a record, made once."""
+        if id(record) not in self._estimates:
+            self._estimates[id(record)] = estimate_step(record.spec, record.candidate, self.target)
+        return self._estimates[id(record)]
 
     def _runtime_bytes(self, kind: Kind, estimate: Estimate) -> int:
         """The largest runtime of any record of the kind, or the estimated one."""
@@ -206,80 +206,66 @@ class Calibration:
 
     def _level(self, kind: Kind) -> float:
         """The standard deviation of the ratio of a kind: that of bare estimates, or of a model measured on a card."""
-        if self.target.cuda and any(kind_of(record) == kind for record, _ in self.own):
+        if self.target.cuda and any(kind_of(record) == kind for record in self.own):
             return memory.CARD_LEVEL
         return _deviation(MARGIN_PERCENT[heap_setting(kind.allocator, self.target)])
 
     def _memory_fit(self, kind: Kind) -> Fit:
+        """The fit of measured rests over estimated ones."""
         if kind not in self._memory:
-            others = [
-                record for record in self.records if kind_of(record) == kind and not same_model(record.spec, self.spec)
-            ]
-            rows = [pair for pair in self.own if kind_of(pair[0]) == kind]
-            rows += [(record, self._estimate(record)) for record in others]
+            others = [record for record in self.records if not same_model(record.spec, self.spec)]
+            rows = [self._memory_row(kind, record) for record in (*self.own, *others) if kind_of(record) == kind]
             fit = self._fit_memory(kind, rows)
-            failed = [(record, self._estimate(record)) for record in self._failed if kind_of(record) == kind]
-            beyond = [pair for pair in failed if self._exceeds(fit, *pair)]
+            # what ran out of memory counts if it had reached more than its predicted peak
+            failed = [self._memory_row(kind, record) for record in self._failed if kind_of(record) == kind]
+            beyond = [row for row in failed if row.values[0] > fit.at(row.features, row.places)[0][0]]
             self._memory[kind] = self._fit_memory(kind, [*rows, *beyond]) if beyond else fit
         return self._memory[kind]
 
-    def _exceeds(self, fit: Fit, record: Record, estimate: Estimate) -> bool:
-        """Whether a probe that ran out of memory had reached more than its predicted peak."""
-        rest = memory.split(estimate)[1]
-        places = memory.places(record.spec, record.candidate, cuda=self.target.cuda)
-        ratio = fit.at(memory.features(record.candidate, rest), places)[0][0]
-        return bool(self._measured_rest(record, estimate) > rest[0] * np.exp(ratio))
-
-    def _measured_rest(self, record: Record, estimate: Estimate) -> float:
-        """The measured part of a record's peak that is to be corrected."""
-        if record.terms is not None:
-            return max(1, record.terms["rest"] + record.terms["gradients"])
-        runtime_bytes = self._runtime_bytes(kind_of(record), estimate)
-        return max(1.0, (record.peak_bytes or 0) - runtime_bytes - float(memory.split(estimate)[0][0]))
-
-    def _fit_memory(self, kind: Kind, rows: list[tuple[Record, Estimate]]) -> Fit:
-        setting = heap_setting(kind.allocator, self.target)
+    def _fit_memory(self, kind: Kind, rows: Sequence[Data]) -> Fit:
         # without records the margin is that of the bare estimate, whatever its size
-        slopes = memory.SLOPES[self.device] if rows else (0.0,) * len(memory.SLOPES[self.device])
-        effects = [self._level(kind), *slopes]
-        features, places, values, noise = [np.empty((0, len(effects)))], [np.empty((0, 2))], [], []
-        for record, estimate in rows:
-            rest, same = memory.split(estimate)[1], same_model(record.spec, self.spec)
-            features.append(memory.features(record.candidate, rest))
-            place = memory.places(record.spec, record.candidate, cuda=self.target.cuda)
-            places.append(place if same else -place)  # other models share no place with this one
-            values.append(float(np.log(self._measured_rest(record, estimate) / rest[0])))
-            usual = float(memory.noise(record.spec, record.candidate, kind.engine, setting))
-            parts = [usual + memory.ERROR_BYTES[self.device] / rest[0]]
-            parts += [] if same else [memory.OTHER_MODEL[self.device]]
-            parts += [memory.ONE_PASS] if record.passes == 1 and kind.engine == "native" else []
-            noise.append(float(np.linalg.norm(parts)))
-        data = Data(np.concatenate(features), np.concatenate(places), np.array(values), np.array(noise))
-        return Fit(Prior(effects, memory.SHAPE[setting] if rows else 0.0), data)
+        slopes = [slope if rows else 0.0 for slope in memory.SLOPES[self.device]]
+        local = memory.SHAPE[heap_setting(kind.allocator, self.target)] if rows else 0.0
+        data = stacked(rows, effects=1 + len(slopes), coordinates=2)
+        return Fit(Prior([self._level(kind), *slopes], local), data)
+
+    def _memory_row(self, kind: Kind, record: Record) -> Data:
+        """The logarithm of the measured rest of a record over the estimated one."""
+        spec, knobs, same = record.spec, record.candidate, same_model(record.spec, self.spec)
+        known, rest = memory.split(self._estimate(record))
+        if record.terms is not None:
+            measured: float = record.terms["rest"] + record.terms["gradients"]
+        else:
+            measured = (record.peak_bytes or 0) - self._runtime_bytes(kind, self._estimate(record)) - float(known[0])
+        places = memory.places(spec, knobs, cuda=self.target.cuda) * (1 if same else -1)  # models share no places
+        usual = float(memory.noise(spec, knobs, kind.engine, heap_setting(kind.allocator, self.target)))
+        noise = [usual + memory.ERROR_BYTES[self.device] / rest[0]]
+        noise += [] if same else [memory.OTHER_MODEL[self.device]]
+        noise += [memory.ONE_PASS] if record.passes == 1 and kind.engine == "native" else []
+        ratio = np.log(max(1, measured) / rest)
+        return Data(memory.features(knobs, rest), places, ratio, np.array([np.linalg.norm(noise)]))
 
     @cached_property
     def _drift(self) -> dict[int, float]:
         """The drift of each timed record, by its id."""
-        timed = [record for record, _ in self.own if record.seconds_per_pass is not None]
+        timed = [record for record in self.own if record.seconds_per_pass is not None]
         return dict(zip(map(id, timed), speed.drift(timed).tolist(), strict=True))
 
     @cached_property
     def _time(self) -> Fit:
         """The fit of measured times over guessed ones."""
-        features, places = [np.empty((0, len(speed.EFFECTS)))], [np.empty((0, speed.DIRECTIONS))]
-        values, noise = list[float](), list[float]()
-        for record, estimate in self.own:
-            if record.seconds_per_pass is None:
-                continue
-            spec, knobs, engine, cuda = record.spec, record.candidate, estimate.engine, self.target.cuda
-            features.append(speed.features(spec, knobs, engine, cuda=cuda))
-            places.append(speed.places(spec, knobs, engine))
-            guess = np.atleast_1d(speed.guess(spec, knobs, engine, cuda=cuda))[0]
-            tokens = spec.steps * knobs.microbatch
-            values.append(float(np.log(self.seconds_without_drift(record) / tokens / guess)))
-            noise.append(speed.noise(record) if id(record) in self._new else speed.OLD_NOISE)
-        data = Data(np.concatenate(features), np.concatenate(places), np.array(values), np.array(noise))
+        rows = [self._time_row(record) for record in self.own if record.seconds_per_pass is not None]
+        data = stacked(rows, effects=len(speed.EFFECTS), coordinates=speed.DIRECTIONS)
         return fit_robustly(Prior(speed.EFFECTS, speed.LOCAL, speed.REACH), data)
+
+    def _time_row(self, record: Record) -> Data:
+        """The logarithm of the measured time of a record over the guessed one."""
+        spec, knobs, engine, cuda = record.spec, record.candidate, self._estimate(record).engine, self.target.cuda
+        each = self.seconds_without_drift(record) / (spec.steps * knobs.microbatch)
+        ratio = np.log(each / np.atleast_1d(speed.guess(spec, knobs, engine, cuda=cuda)))
+        noise = speed.noise(record) if id(record) in self._new else speed.OLD_NOISE
+        features, places = speed.features(spec, knobs, engine, cuda=cuda), speed.places(spec, knobs, engine)
+        return Data(features, places, ratio, np.array([noise]))
 
 
 def is_stale(cached: Sequence[Record], record: Record, target: Target) -> bool:

@@ -1,10 +1,10 @@
-"""A small regression: what is like the data is predicted closely, and what is not keeps a wide margin. And a front.
+"""A Gaussian process, which keeps a wide margin for what is unlike its data; and the Pareto front.
 
-The regression is a Gaussian process. A value is the sum of a few effects (linear in features), each with a prior
+A value is the sum of a few effects (linear in features), each with a prior
 standard deviation; of a local deviation that rows at the same place share, and nearby rows in part; and of noise.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,14 +29,13 @@ class Prior(NamedTuple):
 
 
 class Data(NamedTuple):
-    """Measured values."""
+    """Measured values, one row each."""
 
     features: Floats
-    """One row for each value, one column for each effect."""
+    """One column for each effect."""
     places: Floats
-    """One row of coordinates for each value."""
+    """Coordinates."""
     values: Floats
-    """The values."""
     noise: Floats
     """The standard deviation of each value."""
 
@@ -45,8 +44,7 @@ class Fit:
     """The posterior of a prior and data."""
 
     def __init__(self, prior: Prior, data: Data) -> None:
-        self.variances, self.prior = np.square(np.asarray(prior.effects)), prior
-        self.data = data
+        self.variances, self.prior, self.data = np.square(np.asarray(prior.effects)), prior, data
         own = self._covariance(data.features, data.places) + np.diag(np.square(data.noise))
         self._inverse = np.linalg.inv(own) if len(data.values) else np.empty((0, 0))
         self._weights = self._inverse @ np.asarray(data.values, dtype=float)
@@ -67,6 +65,18 @@ class Fit:
         for ours, theirs in zip(places.T, self.data.places.T, strict=True):
             away += np.square((ours[:, None] - theirs[None, :]) / self.prior.reach)
         return shared + self.prior.local**2 * np.exp(-away / 2)
+
+
+def matrix(columns: Iterable[ArrayLike]) -> Floats:
+    """Columns, some of them single numbers, as a matrix."""
+    arrays = (np.atleast_1d(np.asarray(column, dtype=float)) for column in columns)
+    return np.stack(np.broadcast_arrays(*arrays), axis=1)
+
+
+def stacked(rows: Iterable[Data], *, effects: int, coordinates: int) -> Data:
+    """The rows of several data, perhaps of none."""
+    empty = Data(np.empty((0, effects)), np.empty((0, coordinates)), np.empty(0), np.empty(0))
+    return Data(*map(np.concatenate, zip(empty, *rows, strict=True)))
 
 
 def fit_robustly(prior: Prior, data: Data) -> Fit:
@@ -93,26 +103,12 @@ def pareto_front(*columns: ArrayLike) -> NDArray[np.bool_]:
     [True, True, True, False]
     """
     points = np.column_stack([np.asarray(column, dtype=float) for column in columns])
-    order = np.lexsort(points.T[::-1])  # a point is never beaten by one that comes later
-    points = points[order]
-    front = np.zeros(len(points), dtype=bool)
-    front[order] = _sorted_pairs(points) if len(columns) == 2 else _sorted_points(points)
-    return front
-
-
-def _sorted_pairs(points: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Of two columns: the points that have a new least second value, and their equals."""
-    least = np.minimum.accumulate(points[:, 1])
-    new = np.r_[True, least[1:] < least[:-1]][: len(points)]
-    latest = np.maximum.accumulate(np.where(new, np.arange(len(points)), 0))
-    return np.asarray(np.equal(points, points[latest]).all(axis=1))
-
-
-def _sorted_points(points: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Of any columns: the first point is on the front; what it beats is left out, then the same again."""
+    points, inverse = np.unique(points, axis=0, return_inverse=True)  # sorted: no point is beaten by a later one
     front, left = np.zeros(len(points), dtype=bool), np.arange(len(points))
+    if len(columns) == 2:
+        lowest = np.minimum.accumulate(points[:, 1])
+        front, left = np.r_[True, lowest[1:] < lowest[:-1]][: len(points)], left[:0]
     while left.size:
-        best = points[left[0]]
-        front[left[np.equal(points[left], best).all(axis=1)]] = True
-        left = left[np.less(points[left], best).any(axis=1)]
-    return front
+        front[left[0]] = True
+        left = left[np.less(points[left], points[left[0]]).any(axis=1)]
+    return front[inverse.ravel()]

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from oomguard._core.units import MIB
 from oomguard._estimate.breakdown import Estimate
 from oomguard._estimate.malloc import in_heap
-from oomguard._predict.fit import Floats
+from oomguard._predict.fit import Floats, matrix
 from oomguard._predict.speed import Knobs, piece_of
 from oomguard._spec.spec import Spec
 
@@ -21,9 +21,8 @@ FLOOR_BYTES = {"cpu": 3 * MIB, "cuda": 24 * MIB}
 """The least margin."""
 REPEAT = {"steady": 0.012, "pooled": 0.25, "chunks": 0.02, "roomy": 0.25, "plain": 0.2, "cuda": 0.01}
 """Share of its growth by which a candidate may peak higher than when it was measured. Peaks of PyTorch's own kernels
-creep by 1 % over 20 steps. In a heap that keeps what is freed, those of recomputed segments creep by up to 26 %, but
-not those of chunks, which free in the order in which they allocate. Without fixed thresholds peaks vary from run to
-run."""
+creep by 1 % over 20 steps; in a heap that keeps what is freed, those of recomputed segments by up to 26 %, but not
+those of chunks, which free in the order in which they allocate. Without fixed thresholds peaks vary between runs."""
 NOISE = {
     **{"steady": 0.008, "native": 0.011, "rnn": 0.03, "pooled": 0.1, "chunks": 0.015},
     **{"roomy": 0.12, "plain": 0.08, "cuda": 0.015},
@@ -75,24 +74,21 @@ def noise(spec: Spec, knobs: Knobs, engine: str, setting: str) -> Floats:
 
 def _chunks(knobs: Knobs) -> NDArray[np.bool_]:
     """Where segments are not recomputed."""
-    return np.asarray(np.greater(knobs.segments, 1) & ~np.asarray(knobs.recompute, dtype=bool))
+    return np.asarray(np.greater(knobs.segments, 1) & np.logical_not(knobs.recompute))
 
 
 def split(estimate: Estimate) -> tuple[Floats, Floats]:
     """The known part of the peak without the runtime, and the rest, which records correct (at least a page)."""
-    total, runtime = (np.atleast_1d(part) for part in (estimate.total_bytes, estimate.terms["runtime"]))
-    known = np.zeros(len(total))
-    for term in KNOWN[1:]:
-        known = known + np.atleast_1d(estimate.terms[term]).astype(float)
+    parts = (estimate.total_bytes, *(estimate.terms[term] for term in KNOWN))
+    total, runtime, *others = np.broadcast_arrays(*map(np.atleast_1d, parts))
+    known = np.sum(others, axis=0, dtype=float)
     return known, np.maximum(total - runtime - known, 4096.0)
 
 
 def features(knobs: Knobs, rest: Floats) -> Floats:
     """One row per candidate: 1, segments or not, chunks or not, doublings of the rest, doublings of the microbatch."""
-    size = np.log2(rest / (256 * MIB))
-    rows = np.log2(np.asarray(knobs.microbatch, dtype=float)) - 4
-    columns = (np.ones_like(rest), np.greater(knobs.segments, 1) * 1.0, _chunks(knobs) * 1.0, size, rows)
-    return np.stack(np.broadcast_arrays(*map(np.atleast_1d, columns)), axis=1)
+    sizes = np.log2(rest / (256 * MIB)), np.log2(knobs.microbatch) - 4
+    return matrix([1.0, np.greater(knobs.segments, 1), _chunks(knobs), *sizes])
 
 
 def places(spec: Spec, knobs: Knobs, *, cuda: bool) -> Floats:
@@ -101,11 +97,10 @@ def places(spec: Spec, knobs: Knobs, *, cuda: bool) -> Floats:
     Recomputed segments are identified by their length; chunks (which all stay in memory), and on the CPU a few
     segments, by their number. On a card, the second coordinate brings versions of similar length together.
     """
-    by_length = np.asarray(knobs.recompute) & np.greater(knobs.segments, 1 if cuda else FEW)
+    by_length = knobs.recompute & np.greater(knobs.segments, 1 if cuda else FEW)
     length = np.where(by_length, piece_of(spec, knobs), -np.asarray(knobs.segments))
     pieces = np.where(np.greater(knobs.segments, 1), length, 0)
     number = np.asarray(knobs.microbatch, dtype=np.int64) * (1 << 31) + pieces
     for switch in (np.asarray(knobs.recompute), np.asarray(knobs.offload), np.asarray(knobs.keep) == "host"):
         number = 2 * number + switch
-    first = np.atleast_1d(number).astype(float)
-    return np.stack([first, np.full_like(first, np.log2(spec.steps) * NEARBY if cuda else 0.0)], axis=1)
+    return matrix([number, np.log2(spec.steps) * NEARBY if cuda else 0.0])

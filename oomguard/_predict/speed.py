@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from oomguard._estimate import terms
 from oomguard._estimate.malloc import in_heap, in_heap_of
-from oomguard._predict.fit import Floats
+from oomguard._predict.fit import Floats, matrix
 from oomguard._probe.record import Record
 from oomguard._spec.candidate import Candidate, Candidates, is_none
 from oomguard._spec.spec import Spec
@@ -63,8 +63,6 @@ LEVEL = 2.0
 """Prior standard deviation of a candidate's speed. Wide, so that only repeated runs inform the drift."""
 
 Knobs = Candidate | Candidates
-
-
 Engine = str | NDArray[np.str_]
 """The engine of all candidates, or one for each."""
 
@@ -72,40 +70,37 @@ Engine = str | NDArray[np.str_]
 def guess(spec: Spec, knobs: Knobs, engine: Engine, *, cuda: bool) -> Floats:
     """Seconds of one time step of one sequence, before anything is measured."""
     where = "cuda" if cuda else "cpu"
-    operations = np.asarray(6.0 * terms.weights_bytes(spec) / 4)
+    native, operations = _is(engine, "native"), np.asarray(6.0 * terms.weights_bytes(spec) / 4)
     if cuda:
-        operations = operations * np.where(np.asarray(knobs.precision) == "fp32", 1.0, HALF_TIME)
-    half = np.where(np.asarray(engine) == "onednn", HALF_ROWS["onednn"], HALF_ROWS[where])
-    alone = 1 + half / np.asarray(knobs.microbatch)
+        operations = operations * np.where(_is(knobs.precision, "fp32"), 1.0, HALF_TIME)
+    half = np.where(_is(engine, "onednn"), HALF_ROWS["onednn"], HALF_ROWS[where])
+    alone = 1 + half / knobs.microbatch
     new = np.asarray(0.0) if cuda else cold(spec, knobs, engine) * (COLD - 1)
     if not cuda and spec.cell == "lstm":
-        operations = operations * np.where(np.asarray(engine) == "native", NATIVE, 1.0)
-        new = np.maximum(new, FAULTS * (faults(spec, knobs, engine) & (np.asarray(engine) != "native")))
-    new = new + (0.0 if cuda else STEADY * _returns(knobs, engine))
-    passes = operations / SPEED[where] * alone * (1 + FORWARD_SHARE[where] * _forwards(knobs)) * (1 + new)
-    tokens = piece_of(spec, knobs) * np.asarray(knobs.microbatch)
-    calls = spec.layers * spec.directions * (1 + _forwards(knobs))
-    step = np.where(np.asarray(engine) == "native", STEP_SECONDS["native"], STEP_SECONDS["fused"])
-    return np.asarray(passes + calls * (PIECE_SECONDS / tokens + step / np.asarray(knobs.microbatch)))
+        operations = operations * np.where(native, NATIVE, 1.0)
+        new = np.maximum(new, FAULTS * (faults(spec, knobs, engine) & ~native))
+    if not cuda:  # the share of a pass's small blocks that goes back to the system at a time
+        new = new + STEADY * ((native & ~_keeps(knobs)) / np.where(knobs.recompute, knobs.segments, 1))
+    again = np.asarray(knobs.levels * np.greater(knobs.segments, 1) * knobs.recompute)  # further forward passes
+    passes = operations / SPEED[where] * alone * (1 + FORWARD_SHARE[where] * again) * (1 + new)
+    tokens = piece_of(spec, knobs) * knobs.microbatch
+    calls = spec.layers * spec.directions * (1 + again)
+    step = np.where(native, STEP_SECONDS["native"], STEP_SECONDS["fused"])
+    return np.asarray(passes + calls * (PIECE_SECONDS / tokens + step / knobs.microbatch))
 
 
 def features(spec: Spec, knobs: Knobs, engine: Engine, *, cuda: bool) -> Floats:
     """One row per candidate, one column for each of `EFFECTS`."""
-    rows = np.log2(np.asarray(knobs.microbatch, dtype=float)) - 4
-    native = _is(engine, "native")
-    allocator = np.asarray(0.0) if cuda else faults(spec, knobs, engine) * 1.0
-    threads = np.log2(_threads(knobs))
-    pieces = np.greater(knobs.segments, 1) * 1.0
-    depth = np.log2(np.asarray(knobs.segments, dtype=float)) / 8
-    columns = [
-        1.0, native, allocator, threads, 1.0 - _is(knobs.precision, "fp32"), _is(knobs.precision, "fp16"),
-        rows, pieces, depth, 1.0 - np.asarray(knobs.recompute) * 1.0, 1.0 - is_none(knobs.window),
-        np.asarray(knobs.offload) * 1.0, _is(knobs.keep, "host"), _is(knobs.update, "fused"),
-        0.0 if cuda else cold(spec, knobs, engine),
+    rows, threads = np.log2(knobs.microbatch) - 4, np.log2(filled(knobs.threads, 1).astype(float))
+    native, pieces = _is(engine, "native"), np.greater(knobs.segments, 1)
+    allocator = np.asarray(False) if cuda else faults(spec, knobs, engine)
+    return matrix([
+        1.0, native, allocator, threads, ~_is(knobs.precision, "fp32"), _is(knobs.precision, "fp16"),
+        rows, pieces, np.log2(knobs.segments) / 8, ~np.asarray(knobs.recompute), ~is_none(knobs.window),
+        knobs.offload, _is(knobs.keep, "host"), _is(knobs.update, "fused"), not cuda and cold(spec, knobs, engine),
         native * rows, threads * rows, allocator * pieces, native * pieces, allocator * native, threads * native,
         threads * pieces,
-    ]  # fmt: skip
-    return _stack(columns)
+    ])  # fmt: skip
 
 
 def places(spec: Spec, knobs: Knobs, engine: Engine) -> Floats:
@@ -113,18 +108,10 @@ def places(spec: Spec, knobs: Knobs, engine: Engine) -> Floats:
 
     A shorter version of a candidate, with fewer segments of the same length, is at the same place.
     """
-    rows, threads = np.log2(np.asarray(knobs.microbatch, dtype=float)), np.log2(_threads(knobs))
-    columns = [
-        rows, np.log2(piece_of(spec, knobs)), APART * threads, APART * _is(engine, "native"),
-        APART * _keeps(knobs), APART * (1.0 - np.asarray(knobs.recompute) * 1.0),
-    ]  # fmt: skip
-    return _stack(columns)
-
-
-def _stack(columns: Sequence[ArrayLike]) -> Floats:
-    """Columns, some of them single numbers, as a matrix."""
-    arrays = (np.atleast_1d(np.asarray(column, dtype=float)) for column in columns)
-    return np.stack(np.broadcast_arrays(*arrays), axis=1)
+    counts = knobs.microbatch, piece_of(spec, knobs), filled(knobs.threads, 1).astype(float)
+    rows, pieces, threads = map(np.log2, counts)
+    settings = [threads, _is(engine, "native"), _keeps(knobs), ~np.asarray(knobs.recompute)]
+    return matrix([rows, pieces, *(APART * column for column in settings)])
 
 
 def noise(record: Record) -> float:
@@ -135,22 +122,10 @@ def noise(record: Record) -> float:
     return float(np.hypot(QUIET, np.log(record.seconds_per_pass / record.fastest_pass_seconds) / 2))
 
 
-def _forwards(knobs: Knobs) -> NDArray[np.int64]:
-    """Forward passes beyond the first: one for each level of recomputed segments."""
-    return np.asarray(np.asarray(knobs.levels) * np.greater(knobs.segments, 1) * np.asarray(knobs.recompute))
-
-
-def _returns(knobs: Knobs, engine: Engine) -> Floats:
-    """CPU: share of a pass's small blocks that goes back to the system at a time."""
-    native = (np.asarray(engine) == "native") & ~_keeps(knobs)
-    return np.asarray(native) / np.where(np.asarray(knobs.recompute), np.asarray(knobs.segments), 1)
-
-
 def faults(spec: Spec, knobs: Knobs, engine: Engine) -> NDArray[np.bool_]:
     """CPU: where the large blocks of a pass are mapped anew each time, which costs a page fault for every 4 KiB.
 
-    A block of oneDNN holds a whole segment, one of PyTorch's own kernels one step. Short sequences do not show the time
-    of whole ones if their blocks are on the other side of the C library's threshold.
+    Short sequences do not show the time of whole ones if their blocks are on the other side of glibc's threshold.
 
     >>> spec = Spec(cell="lstm", seq=10_000)
     >>> [bool(faults(spec, Candidate(microbatch=32, segments=n, allocator="plain"), "onednn")) for n in (1, 100)]
@@ -166,17 +141,19 @@ def cold(spec: Spec, knobs: Knobs, engine: Engine) -> NDArray[np.bool_]:
 
 def _block_bytes(spec: Spec, knobs: Knobs, engine: Engine) -> NDArray[np.int64]:
     """Bytes of the gates: of a whole segment (oneDNN), of one step (PyTorch's own kernels)."""
-    steps = np.where(np.asarray(engine) == "native", 1, piece_of(spec, knobs))
+    steps = np.where(_is(engine, "native"), 1, piece_of(spec, knobs))
     return np.asarray(knobs.microbatch * (16 * spec.hidden) * steps)
 
 
 def piece_of(spec: Spec, knobs: Knobs) -> NDArray[np.int64]:
     """Steps of a segment or window, for candidates with and without a window side by side."""
-    pieces = np.ceil(spec.steps / np.asarray(knobs.segments)).astype(np.int64)
-    if is_none(knobs.window).all():
-        return np.asarray(pieces)
-    windows = np.array([window or spec.steps for window in np.atleast_1d(np.asarray(knobs.window, dtype=object))])
-    return np.asarray(np.minimum(pieces, windows))
+    windows = filled(knobs.window, spec.steps).astype(np.int64)
+    return np.asarray(np.minimum(np.ceil(spec.steps / np.asarray(knobs.segments)).astype(np.int64), windows))
+
+
+def filled(values: object, default: object) -> NDArray[np.object_]:
+    """The values of a knob, with a default where it is None."""
+    return np.where(is_none(values), np.array(default, dtype=object), np.asarray(values, dtype=object))
 
 
 def _keeps(knobs: Knobs) -> NDArray[np.bool_]:
@@ -184,21 +161,15 @@ def _keeps(knobs: Knobs) -> NDArray[np.bool_]:
     return np.isin(np.asarray(knobs.allocator, dtype=str), ("plain", "pooled", "roomy"))
 
 
-def _is(values: ArrayLike, name: str) -> Floats:
-    return np.asarray(np.asarray(values) == name) * 1.0
-
-
-def _threads(knobs: Knobs) -> Floats:
-    """The number of threads, 1 where it is left to PyTorch."""
-    return np.asarray([count or 1 for count in np.atleast_1d(np.asarray(knobs.threads, dtype=object))], dtype=float)
+def _is(values: ArrayLike, name: str) -> NDArray[np.bool_]:
+    return np.asarray(np.asarray(values) == name)
 
 
 def drift(records: Sequence[Record]) -> Floats:
     """How much slower than on average the machine was during each (timed) record, as the logarithm of a time.
 
-    A machine that others use too is slower at one moment than at another, by a third within a minute. Only repeated
-    runs tell: if several candidates have become slower since they were first measured, the machine has. That a
-    candidate is slower than predicted is never taken for drift.
+    A shared machine changes by a third within a minute. Only repeated runs tell, never a candidate that is slower than
+    predicted: if several candidates have become slower since they were first measured, the machine has.
     """
     if not records:
         return np.empty(0)
@@ -206,11 +177,12 @@ def drift(records: Sequence[Record]) -> Floats:
         [(record.seconds_per_pass or 0.0) / record.spec.steps / record.candidate.microbatch for record in records]
     )
     same = _equal([(record.device, record.spec, record.candidate) for record in records])
-    apart = np.abs(np.subtract.outer(*[np.array([_middle_seconds(record) for record in records])] * 2))
+    middles = [*map(_middle_seconds, records)]
+    apart = np.abs(np.subtract.outer(middles, middles))
     # a long probe averages the drift
     share = DRIFT / np.sqrt([1 + record.seconds / LASTS_SECONDS for record in records])
     moments = np.outer(share, share) * np.exp(-apart / LASTS_SECONDS) * _equal([record.device for record in records])
-    total = LEVEL**2 * same + moments + np.diag(np.square([noise(record) for record in records]))
+    total = LEVEL**2 * same + moments + np.diag(np.square([*map(noise, records)]))
     slower = moments @ np.linalg.solve(total, values - values.mean())
     return np.asarray(slower - slower.mean())
 

@@ -14,7 +14,7 @@ import numpy as np
 from oomguard._core.units import MIB
 from oomguard._estimate.breakdown import Estimate, estimate_step
 from oomguard._predict import memory
-from oomguard._predict.calibration import Calibration, Kind, Prediction, kind_of, same_model
+from oomguard._predict.calibration import Kind, Prediction, kind_of, same_model
 from oomguard._probe.record import Record
 from oomguard._search.lengths import shorten
 from oomguard._search.screen import CandidateTable
@@ -31,12 +31,11 @@ MEASURE_STEPS = {False: 6, True: 30}
 SMALL_BYTES = 64 * MIB
 """Growth of a first probe: enough to tell something about memory."""
 SMALL_SHARE = 3
-"""On the way to the largest, a first probe grows by one part in 3 of the spare budget: from there the border is less
-than two doublings away, over which the behaviour of the heap changes little."""
+"""A first probe on the way to the largest grows by a third of the spare budget: within two doublings of the border."""
 FEWEST_STEPS = 48
 """Steps of a short probe: fewer would tell more about calls than about steps."""
 SAFE_SHARE = 4
-"""A kind that has not been measured is first run with one part in 4 of the spare budget."""
+"""A kind that has not been measured is first run in a quarter of the spare budget."""
 NEAR, CLOSE = 0.8, 0.05
 """The border is near from this share of the spare budget on; a peak is known well if its margin is at most this share
 of its growth."""
@@ -86,8 +85,7 @@ class State:
 
     def turns(self, probe: Probe) -> int:
         """How often this very probe has been run or is being run."""
-        others: list[Record | Probe] = [*self.records, *self.pending]
-        return sum(map(probe.is_of, others))
+        return sum(map(probe.is_of, self.records)) + sum(map(probe.is_of, self.pending))
 
     def awaits(self, probe: Probe) -> bool:
         """Whether another worker is running this very probe."""
@@ -116,10 +114,7 @@ def confirm(state: State, table: CandidateTable, row: int) -> Probe | None:
 
 
 def halfway(state: State, table: CandidateTable, row: int) -> Probe | None:
-    """A probe with half of the sequence length, then on a card with 7/8 of it, on the way to the border.
-
-    None if the border is far, or if the peak is known well.
-    """
+    """A probe with some of the sequence length (`SHARES`); None if the border is far or the peak is known well."""
     problem, expected = state.problem, table.prediction[row]
     spare_bytes = problem.budget_bytes - table.runtime_bytes
     near = problem.target.cuda or expected.safe_bytes - table.runtime_bytes > NEAR * spare_bytes
@@ -147,16 +142,14 @@ def small(state: State, table: CandidateTable, row: int) -> Probe | None:
 def short(
     state: State, table: CandidateTable, row: int, role: Role, seconds: float = PROBE_SECONDS, steps: int | None = None
 ) -> Probe | None:
-    """A probe of a candidate, shortened so that a pass takes about `seconds` (or to `steps`) and surely fits.
-
-    None if it has been run before.
-    """
+    """A probe shortened so that a pass takes about `seconds` (or to `steps`) and surely fits; None if it was run."""
     problem, whole = state.problem, table.spec.steps
     measured = role == "confirm" and not np.isnan(table.seconds[row])
     step_seconds = table.seconds[row] if measured else table.prediction.seconds_per_step[row]
     each = float(step_seconds) / int(table.passes[row]) / whole
     steps = steps or max(FEWEST_STEPS, int(seconds / each))
-    steps = whole if steps >= whole else _two_digits(steps)
+    # two leading digits: a slightly different predicted time gives the same probe
+    steps = whole if steps >= whole else steps - steps % 10 ** max(0, len(str(steps)) - 2)
     spec, candidate, expected = _safe_version(state, table, row, role, steps)
     pass_seconds = each * spec.steps
     native = table.kind_at(row).engine == "native"
@@ -178,15 +171,14 @@ def _safe_version(
 ) -> tuple[Spec, Candidate, Prediction]:
     """The candidate with sequences of so many steps, or half of them, and so on, until it surely fits.
 
-    What confirms the whole candidate is not shortened further: the candidate has been chosen because it fits.
+    The whole candidate is not shortened to confirm it: it has been chosen because it fits.
     """
     problem, chosen = state.problem, table.candidates[row]
-    calibration = Calibration(table.spec, state.records, problem.target, problem.cached)
     while True:
         # what chunks reserve on a card depends on their number, their time on their length
         spec, candidate = shorten(table.spec, chosen, steps, fewer=chosen.recompute or role != "calibrate")
         estimate = estimate_step(spec, candidate, problem.target)
-        expected = calibration.of(spec).predict(estimate)[0]
+        expected = table.calibration.of(spec).predict(estimate)[0]
         safe = expected.safe_bytes <= problem.budget_bytes and _is_modest(state, table.kind_at(row), estimate)
         if safe or steps <= 1 or (spec == table.spec and role == "confirm"):
             return spec, candidate, expected
@@ -214,9 +206,3 @@ def _is_modest(state: State, kind: Kind, estimate: Estimate) -> bool:
     # a C heap without fixed thresholds can keep several times what is in use (3.5 times: an LSTM's logits in 2 chunks)
     erratic = kind.allocator in ("plain", "roomy") and not state.problem.target.cuda
     return float(memory.split(estimate)[1][0]) <= max(0 if erratic else SMALL_BYTES, spare_bytes // SAFE_SHARE)
-
-
-def _two_digits(steps: int) -> int:
-    """The steps rounded down to two leading digits: a slightly different predicted time gives the same probe."""
-    unit = int(10 ** max(0, len(str(steps)) - 2))
-    return max(1, steps // unit * unit)

@@ -1,6 +1,7 @@
 """Sequence lengths: shorter sequences for probes, the longest that fit, length buckets, padding."""
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Annotated
 
@@ -9,12 +10,13 @@ import numpy as np
 
 from oomguard._predict.calibration import Prediction
 from oomguard._probe.record import Record
-from oomguard._search.screen import SETTING, CandidateTable, screen
+from oomguard._search.screen import SETTING, CandidateTable, least, screen
 from oomguard._search.space import Problem
 from oomguard._spec.candidate import Candidate, is_none, make_candidate
 from oomguard._spec.spec import MAX_SEQ, Spec
 
 MOST_BUCKETS = 8
+"""Length buckets of a plan, at most."""
 MOST_LENGTHS = 256
 """Distinct lengths among which borders are looked for."""
 WORTH = 0.01
@@ -58,12 +60,10 @@ def shorten(spec: Spec, candidate: Candidate, steps: int, *, fewer: bool = True)
 
 def with_steps(spec: Spec, steps: int) -> Spec:
     """The spec with sequences of at most so many steps: longer ones are cut."""
-    if spec.lengths is None:
-        return msgspec.structs.replace(spec, seq=steps)
-    lengths: dict[int, int] = {}
-    for length, count in spec.lengths.items():
-        lengths[min(length, steps)] = lengths.get(min(length, steps), 0) + count
-    return msgspec.structs.replace(spec, seq=steps, lengths=lengths)
+    lengths = Counter[int]()
+    for length, count in (spec.lengths or {}).items():
+        lengths[min(length, steps)] += count
+    return msgspec.structs.replace(spec, seq=steps, lengths=dict(lengths) or None)
 
 
 def longest_that_fits(fits: Callable[[int], bool], low: int, high: int | None = None, *, parts: int) -> int:
@@ -93,20 +93,15 @@ def cut(lengths: dict[int, int], most: int = MOST_BUCKETS) -> list[dict[int, int
     values = sorted(lengths)
     if len(values) > MOST_LENGTHS:  # borders may lie at some of them, and at the longest
         values = [values[index] for index in np.unique(np.linspace(0, len(values) - 1, MOST_LENGTHS).astype(int))]
-    counts = [
-        sum(n for length, n in lengths.items() if low < length <= high)
-        for low, high in itertools.pairwise([0, *values])
-    ]
-    before = np.concatenate([[0], np.cumsum(counts)])
-    size = len(values)
+    size, ends_at = len(values), np.array([0, *values])
+    upto = np.array([sum(n for length, n in lengths.items() if length <= end) for end in ends_at])
     # cost[j]: least padded tokens of the first j lengths in k parts; starts[k][j]: where the last of those parts begins
-    cost = np.array([np.inf if j else 0.0 for j in range(size + 1)])
-    ends_at = np.concatenate([[0], values])
-    last = np.where(np.tri(size + 1, k=-1, dtype=bool), ends_at[:, None] * (before[:, None] - before[None, :]), np.inf)
+    cost = np.where(ends_at, np.inf, 0.0)
+    last = np.where(np.tri(size + 1, k=-1, dtype=bool), ends_at[:, None] * np.subtract.outer(upto, upto), np.inf)
     starts: list[list[int]] = []
     best: list[float] = []
     for _ in range(min(most, size)):
-        totals = cost[None, :] + last
+        totals = cost + last
         starts.append(totals.argmin(axis=1).tolist())
         cost = totals.min(axis=1)
         best.append(float(cost[size]))
@@ -154,18 +149,15 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def make_buckets(problem: Problem, records: Sequence[Record], chosen: Candidate, *, timed: bool = True) -> list[Bucket]:
-    """The buckets of the spec's lengths, each with its fastest candidate that fits.
-
-    All have the setting of the chosen candidate, which cannot change while training.
-    """
-    found: list[Bucket] = []
+    """The buckets of the spec's lengths, each with its fastest candidate that fits in the setting of the chosen one."""
+    buckets: list[Bucket] = []
     for part in cut(problem.spec.lengths or {problem.spec.steps: 1}):
         longest = max(part)
         table = screen(problem, records, with_steps(problem.spec, longest))
         row = _row(table, chosen, whole=longest == problem.spec.steps)
         candidate, expected = table.candidates[row], table.expected[row].for_plan(timed=timed)
-        found.append(Bucket(longest=longest, sequences=sum(part.values()), candidate=candidate, expected=expected))
-    return found
+        buckets.append(Bucket(longest=longest, sequences=sum(part.values()), candidate=candidate, expected=expected))
+    return buckets
 
 
 def _row(table: CandidateTable, chosen: Candidate, *, whole: bool) -> int:
@@ -180,6 +172,6 @@ def _row(table: CandidateTable, chosen: Candidate, *, whole: bool) -> int:
     fits = table.fits & alike
     exact = fits & is_none(table.candidates.window)
     if not fits.any():
-        return int(np.argmin(np.where(alike, table.expected.safe_bytes, np.inf)))
+        return least(table.expected.safe_bytes, alike)
     seconds = np.where(exact if exact.any() else fits, table.expected.seconds_per_step, np.inf)
     return int(np.lexsort((seconds, -table.microbatches, seconds > (1 + ALIKE) * seconds.min()))[0])

@@ -15,22 +15,20 @@ from oomguard._predict.memory import FLOOR_BYTES
 from oomguard._probe.record import Record
 from oomguard._search.approach import PROBE_SECONDS, Probe, State, again, confirm, halfway, short, small
 from oomguard._search.lengths import longest_that_fits
-from oomguard._search.screen import SETTING, CandidateTable, Ints, Mask, may_repeat_bytes, screen
+from oomguard._search.screen import SETTING, CandidateTable, Ints, Mask, least, may_repeat_bytes, screen
 from oomguard._search.space import Problem, lossy, microbatches
-from oomguard._spec.candidate import Candidate, check_candidate
+from oomguard._spec.candidate import Candidate, make_candidate
 
 WORTH = 0.02
 """Gain below which nothing further is looked for."""
 DETOUR = 0.02
 """Gain that a new setting must promise for each doubling that it is away from the best known candidate."""
 FINALISTS, TURNS, CLOSE = 3, 3, 0.1
-"""The three fastest candidates are run three times each, if they are within a tenth of the fastest: a single time is
-half luck."""
+"""The three fastest candidates, if within a tenth of the fastest, run three times each: a single time is half luck."""
 MUCH = 0.15
 """Share by which another candidate must be faster to be confirmed after one has been confirmed."""
 OPTIMISM, CURIOSITY = 0.3, 1.5
-"""Standard deviations by which an untimed candidate is assumed faster than predicted; and where a probe takes only a
-second."""
+"""Standard deviations by which an untimed candidate is assumed faster than predicted; more where probes are quick."""
 PATIENCE = 8
 """After so many candidates tried in vain, the assumed gain is half as large."""
 MOST_STEPS, BOLD = 3, 0.6
@@ -69,37 +67,32 @@ def _fastest(state: State) -> Probe | None:
     further = turn or (_into_the_margin(state, table) if state.explore else None) or _turn(state, table)
     if further is not None:
         return further
-    return confirm(state, table, int(np.argmin(np.where(table.eligible, table.expected.seconds_per_step, np.inf))))
+    return confirm(state, table, least(table.expected.seconds_per_step, table.eligible))
 
 
 def _second(state: State, table: CandidateTable, confirmed: Mask) -> Probe | None:
     """Confirm another kind of candidate, once, if it should be far faster than the confirmed one."""
-    best = int(np.argmin(np.where(confirmed, table.seconds, np.inf)))
+    best = least(table.seconds, confirmed)
     alike = table.like(table.candidates[best], *SETTING, "threads", "microbatch", "recompute")
     # candidates that keep all activations: their memory grows with the sequence and may be in no cache
-    whole, recompute = np.equal(table.candidates.segments, 1), np.asarray(table.candidates.recompute, dtype=bool)
-    keeps = np.broadcast_to(whole | ~recompute, len(table))
+    keeps = np.equal(table.candidates.segments, 1) | np.logical_not(table.candidates.recompute)
+    keeps = np.broadcast_to(keeps, len(table))
     alike |= keeps & keeps[best]  # if short sequences did not tell its time, they do not tell that of others either
-    others = np.where(table.eligible & ~alike, table.expected.seconds_per_step, np.inf)
-    row = int(np.argmin(others))
-    slow = others[row] < (1 - MUCH) * table.seconds[best]
-    return confirm(state, table, row) if slow and state.explore and confirmed.sum() == 1 else None
+    others = table.eligible & ~alike
+    row = least(table.expected.seconds_per_step, others)
+    faster = others[row] and table.expected.seconds_per_step[row] < (1 - MUCH) * table.seconds[best]
+    return confirm(state, table, row) if faster and state.explore and confirmed.sum() == 1 else None
 
 
 def _into_the_margin(state: State, table: CandidateTable) -> Probe | None:
     """Approach a candidate that only its margin excludes, if short sequences of it are faster than all that fit.
 
-    It is run with longer and longer sequences, and whole once most of the margin fits. It is chosen only if it fits by
-    its own record.
+    It is run longer and longer, then whole once most of the margin fits, and chosen only if it fits by its own record.
     """
-    best = np.min(np.where(table.eligible, table.expected.seconds_per_step, np.inf))
-    seconds = np.where(_within_reach(state, table) & ~np.isnan(table.seconds), table.seconds, np.inf)
-    for row in map(int, np.argsort(seconds, kind="stable")[:BORDERS]):
-        if seconds[row] < (1 - WORTH) * best:
-            probe = _nearer(state, table, row)
-            if probe is not None and not state.awaits(probe):
-                return probe
-    return None
+    best = np.min(table.expected.seconds_per_step[table.eligible])
+    reach = _within_reach(state, table) & (table.seconds < (1 - WORTH) * best)
+    nearer = (_nearer(state, table, row) for row in _lowest(table.seconds, reach, BORDERS))
+    return next((probe for probe in nearer if probe is not None and not state.awaits(probe)), None)
 
 
 def _nearer(state: State, table: CandidateTable, row: int) -> Probe | None:
@@ -112,10 +105,7 @@ def _nearer(state: State, table: CandidateTable, row: int) -> Probe | None:
 
 
 def _within_reach(state: State, table: CandidateTable) -> Mask:
-    """CPU: quick candidates that may fit though not surely, and have not been run whole.
-
-    A kind of which any probe has failed is excluded.
-    """
+    """CPU: quick candidates that may fit but not surely, not yet run whole, of kinds of which no probe has failed."""
     kinds = state.measured - {kind_of(record) for record in state.records if not record.verdict.ran}
     reach = table.runs & ~table.fits & ~lossy(table.candidates) & (table.longest < table.spec.steps)
     reach &= table.of_kinds(kinds) & (not state.problem.target.cuda)
@@ -126,11 +116,9 @@ def _within_reach(state: State, table: CandidateTable) -> Mask:
 def _turn(state: State, table: CandidateTable, finalists: int = FINALISTS, turns: int = TURNS) -> Probe | None:
     """Another turn of one of the fastest, so that none is chosen for its luck; None if all have had theirs.
 
-    The one with the fewest turns comes first, then one of the same kind as the last probe: its child need not be
-    started anew.
+    The fewest turns come first, then the kind of the last probe: its child need not be started anew.
     """
-    seconds = np.where(_quick(table) & ~np.isnan(table.seconds), table.seconds, np.inf)
-    timed = [int(row) for row in np.argsort(seconds, kind="stable")[: FINALISTS + 1] if np.isfinite(seconds[row])]
+    seconds, timed = table.seconds, _lowest(table.seconds, _quick(table) & ~np.isnan(table.seconds), FINALISTS)
     if len(timed) < 2:
         return None
     last, waiting = kind_of(state.records[-1]), []
@@ -143,8 +131,12 @@ def _turn(state: State, table: CandidateTable, finalists: int = FINALISTS, turns
 
 def _quick(table: CandidateTable) -> Mask:
     """Candidates that have been run whole, in a second or two."""
-    whole = np.equal(table.longest, table.spec.steps)
-    return table.eligible & whole & np.less_equal(table.pass_seconds, 2 * PROBE_SECONDS)
+    return table.eligible & np.equal(table.longest, table.spec.steps) & (table.pass_seconds <= 2 * PROBE_SECONDS)
+
+
+def _lowest(values: Floats, rows: Mask, most: int) -> list[int]:
+    """The rows with the lowest values, at most so many, the lowest first."""
+    return [int(row) for row in np.argsort(np.where(rows, values, np.inf), kind="stable")[:most] if rows[row]]
 
 
 def _promising(state: State, table: CandidateTable) -> list[int]:
@@ -159,14 +151,13 @@ def _promising(state: State, table: CandidateTable) -> list[int]:
     pool = pool & table.runs & table.timeable & (np.isin(sizes, microbatches(table.spec.batch)) | fixed)
     timed = np.where(table.eligible, table.seconds, np.nan)
     if np.isnan(timed).all():
-        return [int(np.argmin(np.where(table.eligible & table.timeable, predicted, np.inf)))]
+        return [least(predicted, table.eligible & table.timeable)]
     distance = _distance(table, int(np.nanargmin(timed)))
     curiosity = CURIOSITY * PATIENCE / (PATIENCE + tried_in_vain(state.records))
     optimism = max(OPTIMISM, curiosity) if _quick(table).any() else OPTIMISM
     optimistic = predicted * np.exp(-optimism * table.prediction.doubt) * (1 + DETOUR * distance)
-    optimistic = np.where(pool & np.isnan(table.seconds) & np.isfinite(distance), optimistic, np.inf)
-    rows = np.argsort(optimistic, kind="stable")[:3]
-    return [int(row) for row in rows if optimistic[row] < np.nanmin(timed) * (1 - WORTH)]
+    pool &= np.isnan(table.seconds) & (optimistic < np.nanmin(timed) * (1 - WORTH))
+    return _lowest(optimistic, pool, 3)
 
 
 def tried_in_vain(records: Sequence[Record]) -> int:
@@ -189,10 +180,8 @@ def _distance(table: CandidateTable, row: int) -> Floats:
     """
     chosen = table.candidates[row]
     changed = sum(~table.like(chosen, name) * 1 for name in (*SETTING, "threads"))
-    doublings = sum(
-        np.abs(np.log2(np.asarray(getattr(table.candidates, name)) / getattr(chosen, name)))
-        for name in ("microbatch", "segments")
-    )
+    doublings = np.abs(np.log2(table.microbatches / chosen.microbatch))
+    doublings = doublings + np.abs(np.log2(table.candidates.segments / chosen.segments))
     mode = table.like(chosen, "recompute", "levels", "window")
     return np.where(changed == 0, 0.0, np.where(changed == 1, doublings + 2 * ~mode, np.inf))
 
@@ -212,7 +201,7 @@ def choose(table: CandidateTable) -> int | None:
     # if nothing has run, all predictions are equally uncertain, and caution would only favour the usual
     ran = (table.longest > 0).any()
     seconds = table.expected.seconds_per_step if ran else table.prediction.seconds_per_step
-    return int(np.argmin(np.where(long if long.any() else table.eligible, seconds, np.inf)))
+    return least(seconds, long if long.any() else table.eligible)
 
 
 def _largest(state: State, aim: str) -> Probe | None:
@@ -258,10 +247,9 @@ def _longest(problem: Problem, records: Sequence[Record], table: CandidateTable)
     tables = {problem.spec.steps: table}
 
     def fits(steps: int) -> bool:
-        fixed = {name: value for name, value in problem.space.choices.fixed.items() if name == "segments"}
         try:
             spec = msgspec.structs.replace(problem.spec, seq=steps, lengths=None)
-            check_candidate(spec, Candidate(microbatch=1, accumulation=spec.batch, **fixed))
+            make_candidate(spec, microbatch=1, segments=problem.space.choices.fixed.get("segments"))
             tables[steps] = screen(problem, records, spec)
         except MisuseError:  # a length that no spec can have, or fewer steps than fixed segments
             return False
@@ -274,7 +262,5 @@ def _try_smallest(state: State, table: CandidateTable) -> Probe | None:
     """Measure the smallest candidate if nothing fits by prediction, unless that has been done."""
     row = table.smallest
     kind, segmented = table.kind_at(row), table.candidates[row].segments > 1
-    seen = [record for record in state.own_records if kind_of(record) == kind]
-    if not table.runs[row] or any((record.candidate.segments > 1) == segmented for record in seen):
-        return None
-    return short(state, table, row, "calibrate")
+    seen = {(kind_of(record), record.candidate.segments > 1) for record in state.own_records}
+    return short(state, table, row, "calibrate") if table.runs[row] and (kind, segmented) not in seen else None

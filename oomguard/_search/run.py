@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,7 +44,7 @@ LAST_SECONDS = 4.0
 """With no more seconds left than this, no further probe begins."""
 POLL_SECONDS = 0.2
 MOST_RECORDS = 40
-"""Records that are read of each file: the last ones."""
+"""Records that are read of each file of the cache: the last ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +52,7 @@ class Limits:
     """Limits at which a search ends."""
 
     max_probes: int = MAX_PROBES
-    """Probes in all, those of the interrupted search that is continued included. Probes of other searches in the ledger
-    do not count, though the search learns from them."""
+    """Probes in all, with those of the interrupted search that is continued, but not those of other searches."""
     seconds: float = TIMEOUT_SECONDS
     """Seconds from now."""
 
@@ -62,15 +62,13 @@ class Progress:
     """How far a search is."""
 
     probes: int
-    """Probes done."""
+    """The number of probes done."""
     running: tuple[Probe, ...]
-    """Probes that are being run."""
     best: Record | None
     """The fastest record within the budget, per time step of a sequence."""
     seconds_left: float
     """Seconds until the search ends at the latest."""
     budget_bytes: int
-    """The budget as of now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,9 +115,9 @@ class Cache:
 
     def drop(self, record: Record) -> None:
         """Delete the stale file that a record belongs to."""
-        if self.directory is not None:
-            with suppress(OSError):
-                self._path(record).unlink(missing_ok=True)
+        with suppress(OSError):
+            if self.directory is not None:
+                self._path(record).unlink()
 
     def _stem(self, cell: str) -> str:
         return hashlib.sha256(f"{self.title} {torch_version()} {cell}".encode()).hexdigest()[:16]
@@ -169,29 +167,21 @@ class Search:
         )
 
     def _work_together(self, runners: list[Runner]) -> None:
-        failures: list[BaseException] = []
-
-        def work(runner: Runner) -> None:
+        """Work on each device in a thread of its own, until all have ended or one has failed."""
+        with ThreadPoolExecutor(len(runners)) as pool:
+            workers = [pool.submit(self._work, runner) for runner in runners]
+            running = {*workers}
             try:
-                self._work(runner)
-            except BaseException as error:
-                failures.append(error)
-                self.ended = self.ended or "failed"  # the other workers stop
-
-        threads = [threading.Thread(target=work, args=(runner,), daemon=True) for runner in runners]
-        for thread in threads:
-            thread.start()
-        try:
-            while any(thread.is_alive() for thread in threads):
-                time.sleep(POLL_SECONDS)
-        except KeyboardInterrupt:
-            self.ended = "interrupted"
-            for runner in runners:
-                runner.close()
-            for thread in threads:
-                thread.join()
-        if failures:
-            raise failures[0]
+                while running:
+                    done, running = wait(workers, POLL_SECONDS)
+                    if any(worker.exception() for worker in done):
+                        self.ended = self.ended or "failed"  # the other workers stop
+            except KeyboardInterrupt:
+                self.ended = "interrupted"
+                for runner in runners:
+                    runner.close()
+        for worker in workers:
+            worker.result()
 
     @property
     def left(self) -> float:
@@ -203,12 +193,12 @@ class Search:
         while self.ended is None:
             with self.lock:
                 probe = self._next(runner)
-                if probe is None and not (self.running or self.trials.pending()):  # no worker is running any
-                    return
-                trial = None if probe is None else self.trials.begin(probe, self._patience(probe))
                 if probe is not None:
+                    trial = self.trials.begin(probe, self._patience(probe))
                     self.running[runner.device.name] = probe
-            if probe is None or trial is None:
+                elif not (self.running or self.trials.pending()):  # no worker is running any
+                    return
+            if probe is None:
                 time.sleep(POLL_SECONDS)  # a record of another worker may ask for a further probe
                 continue
             try:
@@ -216,24 +206,26 @@ class Search:
                 record = self._probe(runner, probe)
                 with self.lock:
                     if self._interrupted():
-                        self.trials.drop(trial)
                         return
                     self._keep(record)
                     self.trials.end(trial, self.problem.spec, record)
-            except BaseException:
-                self.trials.drop(trial)
-                raise
             finally:
                 self.running.pop(runner.device.name, None)
+                self.trials.drop(trial)
             self._report()
 
     def _interrupted(self) -> bool:
         return self.ended == "interrupted"
 
     def _next(self, runner: Runner) -> Probe | None:
-        """The next probe within what is free now. If a limit is reached there is none, and `ended` says why."""
-        stored = self._refresh()
-        if stored >= self.limits.max_probes:
+        """The next probe within what is free now, in the light of other machines' records.
+
+        If a limit is reached there is none, and `ended` says why.
+        """
+        self.trials.recover()
+        stored = self.trials.records()
+        self.records += measured_on(self.cache.title, stored, known=self.records)
+        if len(stored) >= self.limits.max_probes:
             self.ended = "max-probes"
         elif self.left <= LAST_SECONDS:
             self.ended = "timeout"
@@ -251,15 +243,6 @@ class Search:
             confirm_seconds=max(1.0, min(CONFIRM_SECONDS, 0.7 * self.left)),
         )
         return propose(state)
-
-    def _refresh(self) -> int:
-        """Add the records of other machines, fail the trials of those that are gone, and count all stored records."""
-        self.trials.recover()
-        stored, known = self.trials.records(), {(record.started, record.candidate) for record in self.records}
-        self.records += measured_on(
-            self.cache.title, (record for record in stored if (record.started, record.candidate) not in known)
-        )
-        return len(stored)
 
     def _patience(self, probe: Probe) -> float:
         """Seconds that a probe may take: several times what is expected, but not beyond the end of the search."""
@@ -312,9 +295,11 @@ def usable_bytes(free: Free) -> int:
     return min(free.device_bytes, resident_within(free.committed_bytes))
 
 
-def measured_on(title: str, records: Iterable[Record]) -> list[Record]:
-    """The records that were measured on a device of that name, with this torch."""
-    return [record for record in records if record.title == title and record.torch == torch_version()]
+def measured_on(title: str, records: Iterable[Record], known: Iterable[Record] = ()) -> list[Record]:
+    """The records that were measured on a device of that name, with this torch, without the known ones."""
+    own, seen = (title, torch_version()), {(record.started, record.candidate) for record in known}
+    ours = [record for record in records if (record.title, record.torch) == own]
+    return [record for record in ours if (record.started, record.candidate) not in seen]
 
 
 def count_ooms(records: Iterable[Record]) -> int:

@@ -1,10 +1,9 @@
 """The screen: which candidates of the space fit, by prediction and by what records say of them. Nothing is run."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,7 +18,7 @@ from oomguard._predict.speed import LOCAL, cold, faults, noise
 from oomguard._probe.record import Record
 from oomguard._probe.verdict import Verdict
 from oomguard._search.space import Problem, grid, lossy
-from oomguard._spec.candidate import KNOBS, Candidate, Candidates
+from oomguard._spec.candidate import KNOBS, Candidate, Candidates, is_none
 from oomguard._spec.spec import MAX_SEQ, Spec
 
 REPEAT_BYTES = 2 * MIB
@@ -43,17 +42,19 @@ class CandidateTable:
     spec: Spec
     candidates: Candidates
     estimate: Estimate
+    calibration: Calibration
     kinds: dict[Kind, Mask]
     """The kinds among them, each with its rows."""
     prediction: Predictions
     """Calibrated predictions, whether or not a candidate has run itself."""
     expected: Predictions
     """Peaks and times as measured where that very candidate has run, as predicted elsewhere (times with caution)."""
+    runs: Mask
+    """Whether the engine takes so many steps at once."""
     fits: Mask
     """Whether the candidate runs, with peak and margin within the budget."""
     seconds: Floats
-    """Seconds of a step where the candidate, or a shortened one, has been timed; elsewhere nan. Drawn towards the
-    prediction by as much as the noise of the measurement may explain."""
+    """Seconds of a step where the candidate, perhaps shortened, has been timed (`_damped`); elsewhere nan."""
     longest: Ints
     """Steps of the longest sequences that the candidate has run with; 0 if it never ran."""
     shortest: Ints
@@ -71,11 +72,6 @@ class CandidateTable:
         """What may be chosen: exact candidates that fit; if there is none, lossy ones."""
         exact = self.fits & ~lossy(self.candidates)
         return exact if exact.any() else self.fits
-
-    @property
-    def runs(self) -> Mask:
-        """Whether the engine takes so many steps at once."""
-        return np.broadcast_to(self.estimate.runs, len(self))
 
     @property
     def microbatches(self) -> Ints:
@@ -97,14 +93,12 @@ class CandidateTable:
         """The estimated runtime."""
         return int(np.max(self.estimate.terms["runtime"]))
 
-    def find(self, candidate: Candidate) -> int | None:
-        """The row of a candidate."""
-        rows = np.flatnonzero(rows_like(self.candidates, candidate, Candidate.__struct_fields__))
-        return int(rows[0]) if len(rows) else None
-
     def like(self, candidate: Candidate, *names: str) -> Mask:
         """Where some knobs have the values of a candidate."""
-        return rows_like(self.candidates, candidate, names)
+        rows = np.ones(len(self), dtype=bool)
+        for name in names:
+            rows &= np.asarray(getattr(self.candidates, name) == getattr(candidate, name))
+        return rows
 
     def kind_at(self, row: int) -> Kind:
         """The kind of a candidate."""
@@ -112,15 +106,17 @@ class CandidateTable:
 
     def of_kinds(self, kinds: set[Kind]) -> Mask:
         """Where candidates are of one of these kinds."""
-        found = np.zeros(len(self), dtype=bool)
-        for kind in kinds & self.kinds.keys():
-            found |= self.kinds[kind]
-        return found
+        return np.asarray(np.any([rows & (kind in kinds) for kind, rows in self.kinds.items()], axis=0))
 
     @property
     def smallest(self) -> int:
-        """The row of the candidate that needs least, of those that run at all."""
-        return int(np.argmin(np.where(self.runs, self.expected.safe_bytes, np.iinfo(np.int64).max)))
+        """The row of the candidate that needs least memory, of those that run at all."""
+        return least(self.expected.safe_bytes, self.runs)
+
+
+def least(values: Floats | Ints, rows: Mask) -> int:
+    """The row with the least value, of some rows."""
+    return int(np.argmin(np.where(rows, values, np.inf)))
 
 
 def screen(
@@ -132,13 +128,11 @@ def screen(
     `caution` is the share of the margin that must fit too.
     """
     spec = spec or problem.spec
-    calibration = Calibration(spec, records, problem.target, problem.cached)
-    table = _predicted(problem, spec, calibration, caution)
+    table = _predicted(problem, Calibration(spec, records, problem.target, problem.cached), caution)
     ours, late = [record for record in records if same_model(record.spec, spec)], np.zeros(len(table), dtype=bool)
     for record in sorted(ours, key=lambda record: _weight(record, spec)):  # the most informative record comes last
         if record.verdict.ran or record.spec.steps <= spec.steps:
-            rows = _add(table, problem, record, ours, calibration)
-            late |= rows & (record.verdict is Verdict.TIMEOUT)
+            late |= _add(table, problem, record, ours) & (record.verdict is Verdict.TIMEOUT)
     for record in ours:
         if record.verdict is Verdict.STRAINED and record.peak_bytes is not None:
             high = table.expected.peak_bytes > STRAIN * record.peak_bytes
@@ -150,28 +144,32 @@ def screen(
     return table
 
 
-def _predicted(problem: Problem, spec: Spec, calibration: Calibration, caution: float) -> CandidateTable:
+def _predicted(problem: Problem, calibration: Calibration, caution: float) -> CandidateTable:
     """The table before records of this search are added."""
-    candidates = grid(spec, problem.space, finest=problem.finest)
+    spec = calibration.spec
+    candidates = grid(spec, problem.space, finest="microbatch" in problem.maximize)
     estimate, length = estimate_batch(spec, candidates, problem.target), len(candidates)
     prediction = calibration.predict(estimate)
-    expected = Predictions(
+    expected = replace(
+        prediction,
         peak_bytes=prediction.peak_bytes.copy(),
         margin_bytes=np.ceil(caution * prediction.margin_bytes).astype(np.int64),
         seconds_per_step=prediction.seconds_per_step * np.exp(CAUTION * prediction.doubt),
-        doubt=prediction.doubt,
     )
-    fits = np.broadcast_to(estimate.runs, length) & (expected.safe_bytes <= problem.budget_bytes)
+    runs = np.broadcast_to(estimate.runs, length)
+    fits = runs & (expected.safe_bytes <= problem.budget_bytes)
     if problem.host_bytes is not None:
-        fits = fits & (np.broadcast_to(estimate.host_bytes, length) <= problem.host_bytes)
+        fits &= estimate.host_bytes <= problem.host_bytes
     large = np.broadcast_to(cold(spec, candidates, estimate.engine), length)
     return CandidateTable(
         spec=spec,
         candidates=candidates,
         estimate=estimate,
+        calibration=calibration,
         kinds=kinds_of(estimate, problem.target),
         prediction=prediction,
         expected=expected,
+        runs=runs,
         fits=fits,
         seconds=np.full(length, np.nan),
         longest=np.zeros(length, dtype=np.int64),
@@ -181,15 +179,12 @@ def _predicted(problem: Problem, spec: Spec, calibration: Calibration, caution: 
     )
 
 
-def _add(
-    table: CandidateTable, problem: Problem, record: Record, records: Sequence[Record], calibration: Calibration
-) -> Mask:
+def _add(table: CandidateTable, problem: Problem, record: Record, records: Sequence[Record]) -> Mask:
     """Write what a record of this model says into the table, and return the rows of its candidates."""
-    rows, turns = _rows_of(record, table.spec, table.candidates), turns_of(record, records)
+    rows, turns, calibration = _rows_of(record, table), turns_of(record, records), table.calibration
     if not problem.target.cuda:  # short sequences with small blocks do not tell the time of large blocks
-        small = not cold(record.spec, record.candidate, record.engine or "")
-        faulting = faults(record.spec, record.candidate, record.engine or "")
-        rows &= (table.faulting == faulting) & (table.timeable == small)
+        own = record.spec, record.candidate, record.engine or ""
+        rows &= (table.faulting == faults(*own)) & (table.timeable != cold(*own))
     if record.verdict.ran and record.seconds_per_pass is not None:
         passes = table.spec.steps * table.spec.batch / (record.spec.steps * record.candidate.microbatch)
         measured = passes * median(map(calibration.seconds_without_drift, turns)) + calibration.update_seconds
@@ -215,8 +210,8 @@ def _add(
 
 def turns_of(record: Record, records: Sequence[Record]) -> list[Record]:
     """All records of the very same probe that ran: what may be fastest is run several times."""
-    same = [other for other in records if (other.candidate, other.spec) == (record.candidate, record.spec)]
-    return [record for record in same if record.verdict.ran and record.steps]
+    ran = [other for other in records if other.verdict.ran and other.steps]
+    return [other for other in ran if (other.candidate, other.spec) == (record.candidate, record.spec)]
 
 
 def _damped(measured: float, turns: Sequence[Record], predicted: Floats) -> Floats:
@@ -228,16 +223,14 @@ def _damped(measured: float, turns: Sequence[Record], predicted: Floats) -> Floa
 
 def record_of(records: Sequence[Record], table: CandidateTable, row: int) -> Record | None:
     """The most informative record of a candidate (of several turns the highest peak); None if it never ran."""
-    candidate, spec = Candidates(**msgspec.structs.asdict(table.candidates[row])), table.spec
-    ran = [record for record in records if record.verdict.ran and same_model(record.spec, spec)]
-    own = [record for record in ran if _rows_of(record, spec, candidate)[0]]
-    best = max(own, key=lambda record: _weight(record, spec), default=None)
+    ran = [record for record in records if record.verdict.ran and same_model(record.spec, table.spec)]
+    own = [record for record in ran if _rows_of(record, table)[row]]
+    best = max(own, key=lambda record: _weight(record, table.spec), default=None)
     return best and max(turns_of(best, own), key=lambda record: record.peak_bytes or 0)
 
 
 def _weight(record: Record, spec: Spec) -> tuple[bool, int, str]:
-    """How informative a record of a candidate is: longer sequences than asked for least, otherwise the longest most;
-    of equal ones the last."""
+    """How informative a record is: least if longer than asked for, otherwise the longer and the later, the more."""
     return record.spec.steps <= spec.steps, record.spec.steps, record.started
 
 
@@ -251,31 +244,20 @@ def repeated_bytes(record: Record, target: Target) -> int:
 
 def may_repeat_bytes(table: CandidateTable) -> Floats:
     """CPU: the peaks that candidates that have not run may reach if they peak as expected, when they run again."""
-    shares = np.zeros(len(table))
+    shares, peaks = np.zeros(len(table)), table.expected.peak_bytes
     for kind, rows in table.kinds.items():
         shares = np.where(rows, repeat(table.candidates, setting_of(kind.allocator)), shares)
-    peaks = table.expected.peak_bytes
     return peaks + shares * (peaks - table.runtime_bytes) + REPEAT_BYTES
 
 
-def _rows_of(record: Record, spec: Spec, candidates: Candidates) -> Mask:
+def _rows_of(record: Record, table: CandidateTable) -> Mask:
     """The candidates that a record is of: the same knobs and the same segments, perhaps of a shorter sequence."""
-    knobs, steps = record.candidate, record.spec.steps
-    rows = rows_like(candidates, knobs, (*SETTING, "threads", "recompute", "levels", "microbatch"))
-    pieces = np.broadcast_to(np.asarray(candidates.segments), len(candidates))
-    piece, own = -(-spec.steps // pieces), -(-steps // knobs.segments)
+    knobs, steps, candidates = record.candidate, record.spec.steps, table.candidates
+    rows = table.like(knobs, *SETTING, "threads", "recompute", "levels", "microbatch")
+    piece, own = -(-table.spec.steps // candidates.segments), -(-steps // knobs.segments)
+    rows &= np.greater(candidates.segments, 1) == (knobs.segments > 1)
     if knobs.segments > 1:  # fewer segments of that length, or two shorter ones if one alone would take too long
-        rows &= (pieces > 1) & ((piece == own) | ((knobs.segments <= 2 * knobs.levels) & (own < piece)))
-    else:
-        rows &= pieces == 1
-    windows = np.broadcast_to(np.asarray(candidates.window, dtype=object), len(candidates))
-    rows &= np.array([(window and min(window, steps)) == knobs.window for window in windows])
-    return rows
-
-
-def rows_like(candidates: Candidates, knobs: Candidate, names: Iterable[str]) -> Mask:
-    """Where some knobs have the values of a candidate."""
-    rows = np.ones(len(candidates), dtype=bool)
-    for name in names:
-        rows &= np.broadcast_to(np.asarray(getattr(candidates, name) == getattr(knobs, name)), len(candidates))
-    return rows
+        rows &= (piece == own) | ((knobs.segments <= 2 * knobs.levels) & (own < piece))
+    whole = is_none(candidates.window)
+    windows = np.minimum(np.where(whole, steps, candidates.window), steps)
+    return rows & (whole if knobs.window is None else ~whole & (windows == knobs.window))

@@ -25,6 +25,7 @@ AIMS = ("throughput", "microbatch", "seq")
 ALLOW_WORDS = {name: knob.role.lossy for name, knob in KNOBS.items() if knob.role.lossy is not None}
 """The lossy knobs, each with the word by which `--allow` takes it."""
 ALLOWED = tuple(ALLOW_WORDS.values())
+"""The words that `--allow` takes."""
 LEVELS_FROM = {1: 1, 2: 256, 3: 16_384}
 """The number of segments from which on each number of levels is worth its time."""
 MOST_ROWS = 96
@@ -34,17 +35,14 @@ FINE = 1.008
 SHARE = 0.02
 """From this share of the budget on, a term is worth a knob of its own."""
 HEAP_FOR = {"native": "pooled", "onednn": "roomy"}
-"""CPU: beside `steady`, the allocator setting with which an engine is fastest. PyTorch's own kernels allocate a few
-blocks at every step and are fastest in a heap that keeps them. oneDNN's blocks hold a whole segment, and it is faster
-if the heap keeps those too (LSTM 128, T = 400, 2 threads: 63 ms a step in chunks, and 106 with glibc's moving
-thresholds), though its peaks then vary. Vanilla RNNs have `steady` alone: elsewhere they creep up by a third. `plain`
-is not tried: it is neither fast nor repeatable, since its thresholds depend on what the process freed before."""
+"""CPU: beside `steady`, the allocator setting with which an engine is fastest: it keeps the blocks of a step (PyTorch's
+own kernels) or of a whole segment (oneDNN; LSTM 128, T = 400, 2 threads: 63 ms a step in chunks, and 106 with glibc's
+moving thresholds; its peaks then vary). Vanilla RNNs have `steady` alone: elsewhere they creep up by a third. `plain`
+is neither fast nor repeatable, since its thresholds depend on what the process freed before."""
 SHORTEST_PIECE, SHORTEST_WINDOW = 8, 32
 """Steps of a segment and of a window: shorter ones take more time than they save memory."""
-SHAPE_KNOBS = ("segments", "recompute", "levels", "window")
-
-Shape = tuple[int, bool, int, int | None]
-"""The values of `SHAPE_KNOBS`."""
+WHOLE = {"segments": 1, "recompute": True, "levels": 1, "window": None}
+"""The shape of a candidate that goes through a sequence in one piece."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +68,6 @@ class Space:
     settings: tuple[dict[str, Any], ...]
     """Combinations of the knobs that are names, switches or threads; the first is PyTorch's default."""
     choices: Choices = field(default_factory=Choices)
-    """What the space was made from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +87,6 @@ class Problem:
     """The aims: the first decides on the plan, the others add points to the front."""
 
     @property
-    def finest(self) -> bool:
-        """Whether every microbatch is a candidate, not only those that divide the batch well."""
-        return "microbatch" in self.maximize
-
-    @property
     def timed(self) -> bool:
         """Whether the time of a step decides on what is best."""
         return "throughput" in self.maximize
@@ -104,12 +96,7 @@ def make_space(spec: Spec, target: Target, budget_bytes: int, choices: Choices) 
     """The space of a spec on a device."""
     check_allow(choices.allow)
     fixed, allow = choices.fixed, choices.allow
-    values: dict[str, tuple[Any, ...]] = {
-        "engine": _engines(spec, target),
-        "precision": _precisions(choices.precisions) if "precision" in allow else ("fp32",),
-        "threads": (None,) if target.cuda else _threads(choices.cores),
-        "allocator": _allocators(spec, target, expandable=choices.expandable),
-    }
+    values = _settings(spec, target, choices)
     weights_bytes = terms.weights_bytes(spec)
     worth = {
         "offload": target.cuda and 2 * weights_bytes > SHARE * budget_bytes,
@@ -165,45 +152,38 @@ def check_fixed(fixed: dict[str, Any], allow: tuple[str, ...]) -> None:
             )
 
 
-def _engines(spec: Spec, target: Target) -> tuple[str, ...]:
+def _settings(spec: Spec, target: Target, choices: Choices) -> dict[str, tuple[Any, ...]]:
+    """The values of the knobs that depend on the cell and the device; the CPU's first allocator suits any engine."""
+    # one half precision: bf16 if the device has it, since it needs no scaling of the loss
+    half = [name for name in ("bf16", "fp16") if name in choices.precisions and "precision" in choices.allow]
+    precisions = ("fp32", *half[:1])
     if target.cuda:  # PyTorch's own kernels keep several times as much there: only if the user fixes them
-        return ("cudnn",)
-    return ("onednn", "native") if spec.cell == "lstm" and spec.projection is None else ("native",)
-
-
-def _allocators(spec: Spec, target: Target, *, expandable: bool) -> tuple[str, ...]:
-    """The allocator settings of all engines; on the CPU the first serves every engine."""
-    if target.cuda:
-        return ("plain", "expandable") if expandable else ("plain",)
-    return ("steady",) if spec.cell == "rnn" else ("steady", *HEAP_FOR.values())
-
-
-def _precisions(own: tuple[str, ...]) -> tuple[str, ...]:
-    """fp32 and one half precision: bf16 if the device has it, since it needs no scaling of the loss."""
-    half = [name for name in ("bf16", "fp16") if name in own]
-    return ("fp32", *half[:1])
-
-
-def _threads(cores: int) -> tuple[int, ...]:
-    """All cores, one core, and half of the cores if there are at least 8."""
-    return tuple(dict.fromkeys([cores, *([cores // 2] if cores >= 8 else []), 1]))
+        allocators = ("plain", "expandable") if choices.expandable else ("plain",)
+        return {"engine": ("cudnn",), "precision": precisions, "threads": (None,), "allocator": allocators}
+    cores = choices.cores
+    return {
+        "engine": ("onednn", "native") if spec.cell == "lstm" and spec.projection is None else ("native",),
+        "precision": precisions,
+        "threads": tuple(dict.fromkeys([cores, *([cores // 2] if cores >= 8 else []), 1])),
+        "allocator": ("steady",) if spec.cell == "rnn" else ("steady", *HEAP_FOR.values()),
+    }
 
 
 def microbatches(batch: int, *, finest: bool = False) -> list[int]:
-    """Sizes worth trying. For speed, of the sizes that take equally many passes only the smallest: it pads least.
+    """Sizes worth trying: nearly all if `finest`, else of those that take equally many passes the smallest.
 
     >>> microbatches(32)
     [1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 32]
     """
     if finest:
-        count = math.ceil(math.log(batch) / math.log(FINE)) if batch > 1 else 0
+        count = math.ceil(math.log(batch) / math.log(FINE))
         return sorted({min(batch, math.floor(FINE**power)) for power in range(count + 1)} | {batch})
     some = range(1, batch + 1) if batch <= 4096 else {round(FINE**power) for power in range(2500)} & {*range(1, batch)}
     sizes = sorted({-(-batch // -(-batch // size)) for size in some} | {batch})
     if len(sizes) <= MOST_ROWS:
         return sizes
     picked = np.unique(np.round(np.geomspace(1, len(sizes), MOST_ROWS)).astype(int) - 1)
-    return [sizes[index] for index in picked] + ([] if sizes[picked[-1]] == batch else [batch])
+    return [sizes[index] for index in picked]
 
 
 def segment_counts(steps: int) -> list[int]:
@@ -212,31 +192,30 @@ def segment_counts(steps: int) -> list[int]:
     >>> segment_counts(80)
     [2, 3, 4, 5, 6, 7, 8, 10]
     """
-    powers = [*(power / 4 for power in range(4, 25)), *(6 + power / 2 for power in range(1, 60))]
+    powers = np.r_[1:6:0.25, 6:36:0.5]
     most = max(2, steps // SHORTEST_PIECE)
-    counts = {min(most, round(2**power)) for power in powers}
-    return sorted(count for count in counts if 2 <= count <= steps)
+    return sorted({min(most, round(2**power)) for power in powers.tolist()}) if steps > 1 else []
 
 
-def shapes(spec: Spec, space: Space) -> list[Shape]:
+def shapes(spec: Spec, space: Space) -> list[dict[str, Any]]:
     """The ways of going through a sequence: whole, in segments, in chunks, in windows."""
     # lengths that the user fixed for long sequences are cut to the short ones of a bucket
     fixed = {
         name: min(value, spec.steps) if name in ("segments", "window") and value is not None else value
         for name, value in space.choices.fixed.items()
+        if name in WHOLE
     }
-    one_way, windows = not spec.bidirectional, "window" in space.choices.allow
-    ways: list[Shape] = [(1, True, 1, None)]
+    ways = [WHOLE]
+    deepest = 1 if spec.bidirectional else max(LEVELS_FROM)
     for count in segment_counts(spec.steps):
-        levels = [number for number, least in LEVELS_FROM.items() if count >= least and (number == 1 or one_way)]
-        ways += [(count, True, number, None) for number in levels]
-    if one_way:
-        ways += [(4**power, False, 1, None) for power in range(1, 15) if 4**power <= spec.steps // 8]
-    if one_way and windows:
-        ways += [(1, True, 1, 2**n) for n in range(5, 31) if SHORTEST_WINDOW <= 2**n < spec.steps]
-    own: Shape = (fixed.get("segments", 1), fixed.get("recompute", True), fixed.get("levels", 1), fixed.get("window"))
-    asked = [(index, fixed[name]) for index, name in enumerate(SHAPE_KNOBS) if name in fixed]
-    return [way for way in ways if all(way[index] == value for index, value in asked)] or [own]
+        levels = [number for number, fewest in LEVELS_FROM.items() if count >= fewest and number <= deepest]
+        ways += [WHOLE | {"segments": count, "levels": number} for number in levels]
+    if not spec.bidirectional:
+        chunks = [4**power for power in range(1, 15) if 4**power <= spec.steps // SHORTEST_PIECE]
+        ways += [WHOLE | {"segments": count, "recompute": False} for count in chunks]
+        windows = [2**power for power in range(5, 31) if SHORTEST_WINDOW <= 2**power < spec.steps]
+        ways += [WHOLE | {"window": steps} for steps in windows if "window" in space.choices.allow]
+    return [way for way in ways if fixed.items() <= way.items()] or [WHOLE | fixed]
 
 
 def grid(spec: Spec, space: Space, *, finest: bool = False) -> Candidates:
@@ -245,10 +224,9 @@ def grid(spec: Spec, space: Space, *, finest: bool = False) -> Candidates:
     rows = [fixed["microbatch"]] if "microbatch" in fixed else microbatches(spec.batch, finest=finest)
     index = np.indices((len(space.settings), len(ways), len(rows))).reshape(3, -1)
     columns: dict[str, Any] = {"microbatch": np.array(rows)[index[2]]}
-    for place, name in enumerate(SHAPE_KNOBS):
-        columns[name] = _column([way[place] for way in ways], index[1])
-    for name in space.settings[0]:
-        columns[name] = _column([setting[name] for setting in space.settings], index[0])
+    for place, choices in enumerate((space.settings, ways)):
+        for name in choices[0]:
+            columns[name] = _column([choice[name] for choice in choices], index[place])
     return serve(spec, Candidates(**columns))
 
 
@@ -256,14 +234,12 @@ def _column(values: list[Any], index: NDArray[np.int64]) -> Any:
     """One value for all candidates, or an array with one for each."""
     if all(value == values[0] for value in values):
         return values[0]
-    array = np.array(values, dtype=object) if None in values else np.array(values)
-    return array[index]
+    return np.array(values, dtype=object if None in values else None)[index]
 
 
 def lossy(candidates: Candidates) -> NDArray[np.bool_]:
     """Where a lossy knob other than precision is turned: chosen only if nothing else fits."""
     rows = np.zeros(len(candidates), dtype=bool)
-    for name in ALLOW_WORDS:
-        if name != "precision":
-            rows |= np.asarray(getattr(candidates, name) != KNOBS[name].field.default)
+    for name in ALLOW_WORDS.keys() - {"precision"}:
+        rows |= np.asarray(getattr(candidates, name) != KNOBS[name].field.default)
     return rows

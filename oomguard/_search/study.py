@@ -74,9 +74,9 @@ class TrialStore:
 
     def recover(self) -> None:
         """Mark the trials whose process is gone as failed, so that none stays RUNNING for ever."""
-        for trial in self._trials(TrialState.RUNNING):
+        for trial in self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
             if self._is_dead(trial):
-                self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
+                self.drop(trial.number)
 
     def _is_dead(self, trial: FrozenTrial) -> bool:
         owner, until = trial.user_attrs.get("owner", ""), trial.user_attrs.get("until", 0.0)
@@ -115,22 +115,19 @@ class TrialStore:
         else:
             self.study.tell(trial, [_value(aim, asked, record) for aim in self.maximize])
 
-    def drop(self, trial: Trial) -> None:
-        """Mark a trial whose probe was interrupted as failed."""
+    def drop(self, trial: Trial | int) -> None:
+        """Mark a trial as failed if it has not ended: its probe was interrupted."""
         self.study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
 
     def note(self, name: str, value: Any) -> Any:
         """Store a value for later continuations of the search, and return the first one that was stored."""
-        first = self.study.user_attrs.get(name)
-        if first is None:
+        if name not in self.study.user_attrs:
             self.study.set_user_attr(name, value)
-        return value if first is None else first
-
-    def _trials(self, *states: TrialState) -> list[FrozenTrial]:
-        return self.study.get_trials(deepcopy=False, states=states or None)
+        return self.study.user_attrs[name]
 
     def _attributes(self, name: str, *states: TrialState) -> list[Any]:
-        return [trial.user_attrs[name] for trial in self._trials(*states) if name in trial.user_attrs]
+        trials = self.study.get_trials(deepcopy=False, states=states or None)
+        return [trial.user_attrs[name] for trial in trials if name in trial.user_attrs]
 
 
 def storage_in(directory: Path) -> str:

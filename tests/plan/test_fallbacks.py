@@ -5,11 +5,12 @@ import itertools
 import numpy as np
 import pytest
 from plan.searched import PROBLEMS, searched
+from search.machine import find
 
 from oomguard._estimate.breakdown import estimate_step
 from oomguard._plan.make import LEAST_BYTES, SMALLER, make_fallbacks
 from oomguard._plan.value import figures
-from oomguard._search.screen import SETTING, rows_like, screen
+from oomguard._search.screen import SETTING, screen
 from oomguard._spec.candidate import check_candidate
 
 each = pytest.mark.parametrize("name", [*PROBLEMS])
@@ -19,7 +20,7 @@ each = pytest.mark.parametrize("name", [*PROBLEMS])
 def test_every_rung_is_smaller_than_the_one_above_it(name: str) -> None:
     problem, records, plan = searched(name)
     view = screen(problem, records)
-    row = view.find(plan.candidate)
+    row = find(view, plan.candidate)
     assert row is not None
     peaks = [int(view.prediction.peak_bytes[row]), *(rung.expected.peak_bytes for rung in plan.fallbacks)]
     assert all(above > below for above, below in itertools.pairwise(peaks))
@@ -39,7 +40,7 @@ def test_every_rung_but_the_last_is_a_quarter_smaller_without_the_runtime(name: 
 def test_the_last_rung_is_the_smallest_in_the_setting_of_the_chosen(name: str) -> None:
     problem, records, plan = searched(name)
     view = screen(problem, records)
-    alike = rows_like(view.candidates, plan.candidate, [*SETTING, "threads", "window"])
+    alike = view.like(plan.candidate, *SETTING, "threads", "window")
     alike &= np.broadcast_to(view.estimate.runs, len(alike))
     assert plan.fallbacks[-1].expected.peak_bytes == int(view.prediction.peak_bytes[alike].min())
 
@@ -66,7 +67,7 @@ def test_every_rung_has_its_own_estimate_and_time(name: str) -> None:
 def test_every_rung_is_the_fastest_that_is_small_enough(name: str) -> None:
     problem, records, plan = searched(name)
     view = screen(problem, records)
-    alike = rows_like(view.candidates, plan.candidate, [*SETTING, "threads", "window"])
+    alike = view.like(plan.candidate, *SETTING, "threads", "window")
     alike &= np.broadcast_to(view.estimate.runs, len(alike))
     for rung in plan.fallbacks[:-1]:
         rows = alike & (view.prediction.peak_bytes <= rung.expected.peak_bytes)
@@ -76,6 +77,6 @@ def test_every_rung_is_the_fastest_that_is_small_enough(name: str) -> None:
 def test_below_the_smallest_there_is_no_rung() -> None:
     problem, records, plan = searched("gru in 420 MiB")
     view = screen(problem, records)
-    row = view.find(plan.fallbacks[-1].candidate)
+    row = find(view, plan.fallbacks[-1].candidate)
     assert row is not None
     assert make_fallbacks(problem, view, row, timed=True) == ()

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 from plan.searched import GRU, LSTM, PROBLEMS, make, on_the_card, searched
-from search.machine import Machine, make_problem, solve
+from search.machine import Machine, find, make_problem, solve
 
 from oomguard._core.units import GIB, MIB
 from oomguard._estimate.breakdown import estimate_step
@@ -21,7 +21,7 @@ from oomguard._predict.calibration import Calibration
 from oomguard._probe.record import Record
 from oomguard._probe.verdict import Verdict
 from oomguard._search.lengths import Bucket, make_buckets, with_steps
-from oomguard._search.screen import SETTING, rows_like, screen
+from oomguard._search.screen import SETTING, screen
 from oomguard._spec.candidate import check_candidate, make_candidate
 from oomguard._spec.spec import Spec
 
@@ -64,7 +64,7 @@ def test_what_was_expected_came_true_within_its_margin(name: str) -> None:
 def test_a_fallback_that_is_expected_to_be_over_the_budget_is_left_out() -> None:
     problem, records, plan = searched("lstm in 600 MiB")
     table = screen(problem, records)
-    row = table.find(plan.candidate)
+    row = find(table, plan.candidate)
     assert row is not None
     first, *rest = plan.fallbacks
     tighter = replace(problem, budget_bytes=first.expected.peak_bytes - 1)
@@ -145,7 +145,7 @@ def test_a_microbatch_that_is_enough_is_within_the_batch_and_nearly_as_fast(name
     assert rows is not None
     assert rows <= problem.spec.batch
     view = screen(problem, records)
-    alike = view.eligible & rows_like(view.candidates, plan.candidate, [*SETTING, "threads"])
+    alike = view.eligible & view.like(plan.candidate, *SETTING, "threads")
     sizes, seconds = np.broadcast_to(view.candidates.microbatch, len(alike)), view.prediction.seconds_per_step
     best = {int(size): float(seconds[alike & (sizes == size)].min()) for size in np.unique(sizes[alike])}
     assert rows == min(size for size, one in best.items() if 0.98 * one <= min(best.values()))

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from search.machine import Machine, make_problem, solve
+from search.machine import Machine, find, make_problem, solve
 from search.rig import Rig
 
 import oomguard
@@ -61,8 +61,8 @@ def test_no_candidate_of_the_space_needs_less(case: str) -> None:
 def test_the_candidate_is_the_one_that_needs_least(case: str) -> None:
     problem, found = of(case)
     view = screen(problem, [])
-    assert int(view.expected.safe_bytes[view.find(found.candidate)]) == found.needed_bytes
-    terms = {name: int(np.broadcast_to(size, len(view.fits))[view.find(found.candidate)])
+    assert int(view.expected.safe_bytes[find(view, found.candidate)]) == found.needed_bytes
+    terms = {name: int(np.broadcast_to(size, len(view.fits))[find(view, found.candidate)])
              for name, size in view.estimate.terms.items()}  # fmt: skip
     assert found.terms == terms
 

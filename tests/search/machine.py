@@ -121,9 +121,15 @@ def solve(machine: Machine, problem: Problem, records: list[Record] | None = Non
     raise AssertionError(f"no end after {most} probes")
 
 
+def find(table: CandidateTable, candidate: Candidate) -> int | None:
+    """The row of a candidate."""
+    rows = np.flatnonzero(table.like(candidate, *Candidate.__struct_fields__))
+    return int(rows[0]) if len(rows) else None
+
+
 def without_time(record: Record) -> tuple[Any, ...]:
     """What two records of the same probe have in common."""
     return record.spec, record.candidate, record.peak_bytes, record.verdict
 
 
-__all__ = ["MIB", "TITLE", "Machine", "make_problem", "replace", "solve", "without_time"]
+__all__ = ["MIB", "TITLE", "Machine", "find", "make_problem", "replace", "solve", "without_time"]

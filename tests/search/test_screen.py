@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from search.machine import Machine, make_problem, replace, solve
+from search.machine import Machine, find, make_problem, replace, solve
 
 from oomguard._core.units import GIB, MIB
 from oomguard._estimate import cards
@@ -14,7 +14,7 @@ from oomguard._predict.speed import QUIET
 from oomguard._probe.record import Record
 from oomguard._probe.verdict import Verdict
 from oomguard._search.lengths import shorten
-from oomguard._search.screen import SETTING, record_of, rows_like, screen
+from oomguard._search.screen import SETTING, record_of, screen
 from oomguard._search.space import Choices, Problem, make_space
 from oomguard._spec.candidate import Candidate, make_candidate
 from oomguard._spec.spec import Spec
@@ -52,7 +52,7 @@ def taking(seconds: float) -> dict[str, Any]:
 
 def fits(problem: Problem, records: list[Record], candidate: Candidate) -> bool:
     view = screen(problem, records)
-    row = view.find(candidate)
+    row = find(view, candidate)
     assert row is not None
     return bool(view.fits[row])
 
@@ -102,7 +102,7 @@ def test_a_candidate_that_ran_goes_by_its_record() -> None:
     candidate = knobs(segments=4)
     record = ran(candidate, peak_bytes=600 * MIB)
     view = screen(PROBLEM, [record])
-    row = view.find(candidate)
+    row = find(view, candidate)
     assert view.expected.peak_bytes[row] == 600 * MIB
     assert 600 * MIB < view.expected.safe_bytes[row] < 610 * MIB
     assert view.longest[row] == LSTM.steps
@@ -125,7 +125,7 @@ def test_a_record_of_shorter_sequences_tells_the_time_and_not_the_peak() -> None
     short, cut = shorten(LSTM, candidate, 500)
     record = ran(cut, short, peak_bytes=600 * MIB)
     view = screen(PROBLEM, [record])
-    row = view.find(candidate)
+    row = find(view, candidate)
     assert view.longest[row] == 500
     assert view.expected.peak_bytes[row] == view.prediction.peak_bytes[row]
     assert record.seconds_per_pass is not None
@@ -138,7 +138,7 @@ def test_the_longest_of_several_records_has_the_last_word() -> None:
     short, cut = shorten(LSTM, candidate, 500)
     records = [whole, ran(cut, short, **taking(100.0))]
     view = screen(PROBLEM, records)
-    row = view.find(candidate)
+    row = find(view, candidate)
     assert row is not None
     assert view.seconds[row] == pytest.approx(12.0, rel=QUIET)
     assert record_of(records, view, row) == whole
@@ -149,7 +149,7 @@ def test_a_record_of_longer_sequences_does_not_displace_that_of_the_asked_length
     own, other = ran(candidate, **taking(3.0)), ran(candidate, longer, **taking(100.0))
     for records in ([own, other], [other, own]):
         view = screen(PROBLEM, records)
-        row = view.find(candidate)
+        row = find(view, candidate)
         assert row is not None
         assert view.seconds[row] == pytest.approx(12.0, rel=QUIET)
         assert view.longest[row] == 3000
@@ -160,7 +160,7 @@ def test_a_record_of_longer_sequences_tells_the_time_if_there_is_no_other() -> N
     candidate, longer = knobs(), msgspec.structs.replace(LSTM, seq=3000)
     record = ran(candidate, longer, **taking(3.0))
     view = screen(PROBLEM, [record])
-    row = view.find(candidate)
+    row = find(view, candidate)
     assert row is not None
     assert view.seconds[row] == pytest.approx(8.0, rel=QUIET)
     assert record_of([record], view, row) == record
@@ -172,7 +172,7 @@ def test_of_several_turns_the_middle_one_tells_the_time_and_the_highest_the_peak
     turns = zip((3.0, 30.0, 3.1), peaks, strict=True)
     records = [ran(candidate, peak_bytes=peak, **taking(seconds)) for seconds, peak in turns]
     view = screen(PROBLEM, records)
-    row = view.find(candidate)
+    row = find(view, candidate)
     assert row is not None
     assert view.seconds[row] == pytest.approx(4 * 3.1, rel=QUIET)
     assert view.expected.peak_bytes[row] == 560 * MIB
@@ -187,7 +187,7 @@ def test_one_lucky_moment_moves_a_time_by_no_more_than_its_passes_differ() -> No
     times = []
     for first in (usual[0], msgspec.structs.replace(usual[0], **lucky)):
         view = screen(PROBLEM, [first, *usual[1:]])
-        times.append(view.seconds[view.find(candidate)])
+        times.append(view.seconds[find(view, candidate)])
     assert 0.82 * times[0] < times[1] < 0.97 * times[0]
 
 
@@ -205,12 +205,12 @@ def test_a_shortened_candidate_is_known_again_whatever_its_number_of_pieces(segm
     problem = make_problem(LSTM, 700 * MIB, fixed={"segments": segments})
     short, cut = shorten(LSTM, candidate, LSTM.steps // 2)
     view = screen(problem, [ran(cut, short)])
-    assert view.longest[view.find(candidate)] == short.steps
+    assert view.longest[find(view, candidate)] == short.steps
 
 
 def test_what_never_ran_has_no_record() -> None:
     view = screen(PROBLEM, [ran(knobs(segments=4))])
-    row = view.find(knobs(segments=8))
+    row = find(view, knobs(segments=8))
     assert row is not None
     assert record_of([ran(knobs(segments=4))], view, row) is None
 
@@ -230,9 +230,9 @@ def test_what_ran_out_takes_nothing_smaller_and_no_other_setting_with_it() -> No
     candidate = knobs(segments=4)
     before, after = screen(PROBLEM, []), screen(PROBLEM, [failed(Verdict.OOM, candidate)])
     out = before.fits & ~after.fits
-    peaks, same = before.expected.peak_bytes, rows_like(before.candidates, candidate, [*SETTING])
-    assert out[before.find(candidate)]
-    assert (same[out] & (peaks[out] >= peaks[before.find(candidate)])).all()
+    peaks, same = before.expected.peak_bytes, before.like(candidate, *SETTING)
+    assert out[find(before, candidate)]
+    assert (same[out] & (peaks[out] >= peaks[find(before, candidate)])).all()
     assert (after.fits <= before.fits).all()
 
 
@@ -240,7 +240,7 @@ def test_what_ran_out_takes_nothing_smaller_and_no_other_setting_with_it() -> No
 def test_what_cannot_run_takes_its_whole_setting_out_and_nothing_else(verdict: Verdict) -> None:
     candidate = knobs(segments=4)
     before, after = screen(PROBLEM, []), screen(PROBLEM, [failed(verdict, candidate)])
-    same = rows_like(after.candidates, candidate, [*SETTING])
+    same = after.like(candidate, *SETTING)
     assert not after.fits[same].any()
     assert (after.fits[~same] == before.fits[~same]).all()
     assert after.eligible.any()
@@ -267,7 +267,7 @@ def test_where_one_was_strained_others_of_its_setting_must_peak_lower() -> None:
     candidate = knobs(segments=4)
     strained = ran(candidate, verdict=Verdict.STRAINED, peak_bytes=600 * MIB)
     view = screen(PROBLEM, [strained])
-    same = rows_like(view.candidates, candidate, [*SETTING])
+    same = view.like(candidate, *SETTING)
     assert not fits(PROBLEM, [strained], candidate)
     assert (view.expected.peak_bytes[view.fits & same] < 560 * MIB).all()
     assert (view.fits & same).any()
@@ -299,6 +299,6 @@ def test_cached_records_steer_predictions_and_count_as_run_nowhere() -> None:
     record = Machine(ratio=1.1).run(LSTM, knobs(segments=4), 1 << 40)
     view = screen(replace(PROBLEM, cached=(record,)), [])
     assert (view.longest == 0).all()
-    row = view.find(knobs(segments=4))
+    row = find(view, knobs(segments=4))
     assert row is not None
     assert view.expected.peak_bytes[row] > screen(PROBLEM, []).expected.peak_bytes[row]
