@@ -109,9 +109,10 @@ def find_feasible_config(
     """Search for the fastest (or largest, or longest) candidate that fits, with real probes, and return a `Plan`.
 
     Fields of the spec may be given by name, and knobs to fix them. `budget` is bytes or text such as "6GiB", `timeout`
-    seconds or text such as "5min". `maximize` and `allow` take the words of `--maximize` and `--allow`. Several
-    devices, "cuda:0,cuda:1", search together. With `data`, as `train` takes it, the plan is for its sequence lengths;
-    options of data (`id`, `stride`, ...) say how it is cut. Raises `NothingFitsError` if nothing fits.
+    seconds or text such as "5min". `maximize` and `allow` take the words of `--maximize` and `--allow`. With "batch",
+    and without `batch`, the plan has the largest batch that fits in one pass; with "seq", the longest sequences.
+    Several devices, "cuda:0,cuda:1", search together. With `data`, as `train` takes it, the plan is for its sequence
+    lengths; options of data (`id`, `stride`, ...) say how it is cut. Raises `NothingFitsError` if nothing fits.
 
     >>> plan = find_feasible_config(cell="gru", seq=50, hidden=16, batch=4, threads=1, max_probes=2)
     >>> plan.ooms, plan.candidate.microbatch * plan.candidate.accumulation >= 4
@@ -121,17 +122,22 @@ def find_feasible_config(
     from oomguard._search.run import Limits
 
     own, knobs = _split(fields)
+    aims = tuple("microbatch" if word == "batch" else word for word in _words("maximize", maximize))
+    open_batch = spec is None and "batch" not in own and aims == ("microbatch",) and "microbatch" not in knobs
+    if spec is None and data is None and aims[:1] == ("seq",):
+        own = {"seq": 1} | own
     spec = read_spec(spec, own) if data is None else _spec_for(spec, data, own)
     question = Question(
         spec=spec,
         devices=_words("device", device),
         budget_bytes=read_budget(budget),
-        maximize=_words("maximize", maximize),
+        maximize=aims,
         allow=tuple(word for word in _words("allow", allow) if word != "none"),
         fixed={name: value for name, value in knobs.items() if value is not None},
         limits=Limits(max_probes=max_probes, seconds=parse_seconds(timeout, "timeout")),
         ledger=ledger,
         storage=storage,
+        open_batch=open_batch,
     )
     return find_plan(question, find_target(question.devices[0]), find_budget(question.devices[0]), progress)
 

@@ -164,7 +164,7 @@ def _plan(*, device: str = "cpu", output: str = "plan.json", json: bool = False,
     parsing.check_output(output)
     try:
         with live(quiet=json) as progress:
-            plan = find_feasible_config(spec, device=device, progress=progress, **options, **fixed)
+            plan = find_feasible_config(device=device, progress=progress, **options, **fixed)
     except NothingFitsError as error:
         shortfall = error.shortfall
         text = partial(show_shortfall, shortfall, spec, device)

@@ -103,7 +103,7 @@ HERE = [Flag("device", "NAME", "cpu, cuda or cuda:1 (default: cpu)."), BUDGET]
 ANYWHERE = [Flag("device", "NAME", "cpu, cuda, cuda:0,cuda:1 or a card such as a100-80gb (default: cpu)."), BUDGET]
 LOSSY = [knob.role.lossy for knob in KNOBS.values() if knob.role.lossy is not None]
 # aims and defaults are written out, so that the help need not import the search; a test compares them
-AIMS = ("throughput", "microbatch", "seq")
+AIMS = ("throughput", "batch", "microbatch", "seq")
 _AIM = "Aim of the search; the first of several decides, and the plan has their front (default: throughput)."
 SEARCH = [
     Flag("maximize", "LIST", _AIM, choices=AIMS),

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from oomguard._cli.flags import CANDIDATE, CUT, FIXED, MODEL, SPEC, SPEC_FIELDS, Flag
 from oomguard._core.errors import MisuseError, conflict, flag, shown
 from oomguard._spec.candidate import Candidate, make_candidate
@@ -22,14 +24,24 @@ def read(values: dict[str, Any]) -> tuple[Spec, Candidate]:
 
 
 def read_planned(values: dict[str, Any]) -> tuple[Spec, dict[str, Any]]:
-    """The spec, with the lengths of --data if that is given, and the knobs that are fixed for a search."""
+    """The spec, with the lengths of --data if that is given, and all that is fixed for a search: its fields (the batch
+    only if it was given) and knobs."""
+    spec, knobs = _read_planned(values)
+    fields = msgspec.structs.asdict(spec)
+    if "batch" not in _spec_fields(values.get("model"), values.get("preset")) | values:
+        del fields["batch"]
+    return spec, with_batch(fields, knobs) | knobs
+
+
+def _read_planned(values: dict[str, Any]) -> tuple[Spec, dict[str, Any]]:
     options = read_options(values, CUT[1:])
     if "data" not in values:
         for name in options:
             raise MisuseError(
                 rule=f"{flag(name)} says how data is read", got="there is no --data", advice="Add --data with a file."
             )
-        return _read(values, FIXED)
+        longest = values.get("maximize", "").split(",")[0].strip() == "seq"
+        return _read(values, FIXED, make=lambda fields: make_spec(({"seq": 1} if longest else {}) | fields))
     from oomguard._data.open import spec_from_data
     from oomguard._data.options import DataOptions
 

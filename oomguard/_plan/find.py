@@ -15,11 +15,12 @@ from oomguard._device.budget import Budget
 from oomguard._device.cpu import cores
 from oomguard._estimate.target import Target
 from oomguard._plan.advice import explain
-from oomguard._plan.make import make_plan
+from oomguard._plan.make import best, make_plan
 from oomguard._plan.value import Environment, NothingFitsError, Plan
 from oomguard._predict.calibration import same_model
 from oomguard._probe.record import check_seconds, open_ledger, torch_version
 from oomguard._probe.runner import Runner
+from oomguard._search.propose import largest
 from oomguard._search.run import (
     Cache,
     Limits,
@@ -32,7 +33,7 @@ from oomguard._search.run import (
 )
 from oomguard._search.space import Choices, Problem, check_allow, check_fixed, check_maximize, make_space
 from oomguard._spec.candidate import KNOBS, make_candidate
-from oomguard._spec.spec import Spec
+from oomguard._spec.spec import MAX_BATCH, Spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,8 @@ class Question:
     """A directory from which the search can be continued."""
     storage: str | None = None
     """A storage of Optuna's, in which several machines can search together."""
+    open_batch: bool = False
+    """Whether the batch is to be as large as fits in one pass, whatever the spec says."""
 
     def __post_init__(self) -> None:
         if not self.devices or (len(self.devices) > 1 and not all(map(is_here, self.devices))):
@@ -101,6 +104,8 @@ def find_plan(
     result = SearchResult(problem=problem, records=(), ended="estimate", seconds=0.0)
     if devices:
         result = _search(question, problem, title, progress)
+    if problem.open_batch:
+        result = _in_one_pass(result)
     libraries = [record.library for record in result.records if record.library is not None]
     environment = Environment(
         oomguard=str(import_module("oomguard").__version__),
@@ -120,6 +125,30 @@ def find_plan(
     return plan
 
 
+def _unreachable_batch(problem: Problem) -> int:
+    """A batch that surely does not fit in one pass: a power of two, at least twice what fits by arithmetic.
+
+    A continued search finds the same one, though a little more or less memory is free.
+    """
+    batch = 1
+    while batch < MAX_BATCH:
+        spec = msgspec.structs.replace(problem.spec, batch=batch)
+        table, row = largest(replace(problem, spec=spec), (), "microbatch")
+        if row is None or table.microbatches[row] < batch:
+            break
+        batch *= 2
+    return min(2 * batch, MAX_BATCH)
+
+
+def _in_one_pass(result: SearchResult) -> SearchResult:
+    """The result of the search for the largest batch, with that batch in its spec."""
+    table, row = best(result.problem, result.records)
+    if row is None:
+        return result
+    spec = msgspec.structs.replace(table.spec, batch=int(table.microbatches[row]))
+    return replace(result, problem=replace(result.problem, spec=spec, open_batch=False))
+
+
 def _problem(question: Question, target: Target, devices: list[Device], budget: Budget) -> Problem:
     """The problem, with the budget that is free on all devices."""
     free = [Runner(device.name).free() for device in devices]
@@ -132,7 +161,7 @@ def _problem(question: Question, target: Target, devices: list[Device], budget: 
         allow=question.allow,
         fixed=question.fixed,
     )
-    return Problem(
+    problem = Problem(
         spec=question.spec,
         target=target,
         space=make_space(question.spec, target, budget_bytes, choices),
@@ -140,6 +169,10 @@ def _problem(question: Question, target: Target, devices: list[Device], budget: 
         host_bytes=free[0].host_bytes if target.cuda and free else None,
         maximize=question.maximize,
     )
+    if not question.open_batch:
+        return problem
+    spec = msgspec.structs.replace(question.spec, batch=_unreachable_batch(problem))
+    return replace(problem, spec=spec, open_batch=True)
 
 
 def _search(
@@ -171,7 +204,8 @@ def _search(
 
 def _study_name(question: Question, title: str) -> str:
     """The name of a question's study: the same for the same question on the same kind of device."""
-    asked = (question.spec, title, question.budget_bytes, question.maximize, question.allow, question.fixed)
+    asked: list[object] = [question.spec, title, question.budget_bytes, question.maximize, question.allow]
+    asked += [question.fixed, "open batch"] if question.open_batch else [question.fixed]
     content = msgspec.json.encode(msgspec.to_builtins(asked, str_keys=True), order="deterministic")
     return f"{question.spec.cell}-{question.spec.steps}-{hashlib.sha256(content).hexdigest()[:12]}"
 

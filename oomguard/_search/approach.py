@@ -174,13 +174,14 @@ def _safe_version(
     The whole candidate is not shortened to confirm it: it has been chosen because it fits.
     """
     problem, chosen = state.problem, table.candidates[row]
+    whole = problem.spec_of(chosen.microbatch, table.spec)
     while True:
         # what chunks reserve on a card depends on their number, their time on their length
-        spec, candidate = shorten(table.spec, chosen, steps, fewer=chosen.recompute or role != "calibrate")
+        spec, candidate = shorten(whole, chosen, steps, fewer=chosen.recompute or role != "calibrate")
         estimate = estimate_step(spec, candidate, problem.target)
         expected = table.calibration.of(spec).predict(estimate)[0]
         safe = expected.safe_bytes <= problem.budget_bytes and _is_modest(state, table.kind_at(row), estimate)
-        if safe or steps <= 1 or (spec == table.spec and role == "confirm"):
+        if safe or steps <= 1 or (spec == whole and role == "confirm"):
             return spec, candidate, expected
         steps //= 2
 

@@ -147,7 +147,7 @@ def screen(
 def _predicted(problem: Problem, calibration: Calibration, caution: float) -> CandidateTable:
     """The table before records of this search are added."""
     spec = calibration.spec
-    candidates = grid(spec, problem.space, finest="microbatch" in problem.maximize)
+    candidates = grid(spec, problem.space, finest="microbatch" in problem.maximize, one_pass=problem.open_batch)
     estimate, length = estimate_batch(spec, candidates, problem.target), len(candidates)
     prediction = calibration.predict(estimate)
     expected = replace(
@@ -199,7 +199,8 @@ def _add(table: CandidateTable, problem: Problem, record: Record, records: Seque
         peaks = table.prediction.peak_bytes
         lowest = np.max(peaks[rows]) if rows.any() else np.inf  # nor does anything fit that should peak no lower
         table.fits[rows | (table.like(record.candidate, *SETTING) & (peaks >= lowest))] = False
-    if record.spec == table.spec and record.verdict.ran and record.peak_bytes is not None:
+    whole = problem.spec_of(record.candidate.microbatch, table.spec)
+    if record.spec == whole and record.verdict.ran and record.peak_bytes is not None:
         same = rows & table.like(record.candidate, "segments")
         highest = max(turns, key=lambda record: record.peak_bytes or 0)
         peak_bytes, safe_bytes = highest.peak_bytes or 0, repeated_bytes(highest, problem.target)

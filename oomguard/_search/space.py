@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -85,6 +86,12 @@ class Problem:
     """Records of earlier searches for models with the same cell on this device."""
     maximize: tuple[str, ...] = ("throughput",)
     """The aims: the first decides on the plan, the others add points to the front."""
+    open_batch: bool = False
+    """Whether every microbatch is a batch of its own, in one pass: the largest batch is looked for."""
+
+    def spec_of(self, microbatch: int, spec: Spec) -> Spec:
+        """The spec that a candidate of a spec's table is run with."""
+        return msgspec.structs.replace(spec, batch=microbatch) if self.open_batch else spec
 
     @property
     def timed(self) -> bool:
@@ -218,8 +225,8 @@ def shapes(spec: Spec, space: Space) -> list[dict[str, Any]]:
     return [way for way in ways if fixed.items() <= way.items()] or [WHOLE | fixed]
 
 
-def grid(spec: Spec, space: Space, *, finest: bool = False) -> Candidates:
-    """All candidates of the space, as arrays."""
+def grid(spec: Spec, space: Space, *, finest: bool = False, one_pass: bool = False) -> Candidates:
+    """All candidates of the space, as arrays; with `one_pass`, each runs its microbatch alone."""
     ways, fixed = shapes(spec, space), space.choices.fixed
     rows = [fixed["microbatch"]] if "microbatch" in fixed else microbatches(spec.batch, finest=finest)
     index = np.indices((len(space.settings), len(ways), len(rows))).reshape(3, -1)
@@ -227,7 +234,7 @@ def grid(spec: Spec, space: Space, *, finest: bool = False) -> Candidates:
     for place, choices in enumerate((space.settings, ways)):
         for name in choices[0]:
             columns[name] = _column([choice[name] for choice in choices], index[place])
-    return serve(spec, Candidates(**columns))
+    return Candidates(**columns, accumulation=1) if one_pass else serve(spec, Candidates(**columns))
 
 
 def _column(values: list[Any], index: NDArray[np.int64]) -> Any:

@@ -32,6 +32,8 @@ from oomguard._search.approach import Probe
 from oomguard._search.run import MAX_PROBES, TIMEOUT_SECONDS, Progress
 from oomguard._search.space import AIMS, ALLOWED
 from oomguard._spec.candidate import Candidate
+from oomguard._spec.read import make_spec, preset_fields
+from oomguard._spec.spec import Spec
 
 Capture = pytest.CaptureFixture[str]
 TINY = "plan --model gru --seq 30 --features 4 --hidden 8 --batch 4 --threads 1 --max-probes 2 --allow none"
@@ -106,7 +108,7 @@ def test_every_knob_but_accumulation_can_be_fixed() -> None:
 
 def test_what_the_flags_of_a_search_say_is_what_it_does() -> None:
     flags = {one.name: one for one in SEARCH}
-    assert flags["maximize"].choices == AIMS
+    assert {*flags["maximize"].choices} == {*AIMS, "batch"}
     assert flags["allow"].choices == (*ALLOWED, "none")
     assert f"(default: {MAX_PROBES})" in flags["max_probes"].text
     assert f"(default: {TIMEOUT_SECONDS:.0f}s)" in flags["timeout"].text
@@ -115,13 +117,16 @@ def test_what_the_flags_of_a_search_say_is_what_it_does() -> None:
 def test_every_flag_of_a_search_reaches_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 
-    def find(spec: Any, **words: Any) -> Any:
+    def find(**words: Any) -> Any:
         asked.update(words)
         return reckoned()
 
     monkeypatch.setattr(_api, "find_feasible_config", find)
     words = "--maximize seq,throughput --allow none --max-probes 7 --timeout 2m --ledger L --storage S --budget 1GiB"
     assert run(f"plan --model gru --seq 9 --device cuda:0,cuda:1 {words} --output {tmp_path / 'p'}".split()) == 0
+    spec = {name: asked.pop(name) for name in Spec.__struct_fields__ if name in asked}
+    fields = msgspec.structs.asdict(Spec(cell="gru", seq=9))
+    assert spec == {name: value for name, value in fields.items() if name != "batch"}
     assert asked == {
         "maximize": "seq,throughput",
         "allow": "none",
@@ -133,6 +138,24 @@ def test_every_flag_of_a_search_reaches_it(tmp_path: Path, monkeypatch: pytest.M
         "device": "cuda:0,cuda:1",
         "progress": None,
     }
+
+
+@pytest.mark.parametrize(
+    ("words", "batch"),
+    [
+        ("--model gru --seq 9", None),
+        ("--model gru --seq 9 --batch 7", 7),
+        ("--model gru --seq 9 --microbatch 5", 5),
+        ("--preset char-lm", make_spec(preset_fields("char-lm")).batch),
+    ],
+)
+def test_the_batch_is_open_unless_something_says_what_it_is(
+    words: str, batch: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(_api, "find_feasible_config", lambda **words: asked.update(words) or reckoned())
+    assert run(f"plan {words} --maximize batch --output {tmp_path / 'p'}".split()) == 0
+    assert asked.get("batch") == batch
 
 
 @pytest.mark.parametrize("name", ["lengths.txt", "lengths.csv"])
@@ -237,7 +260,7 @@ WRONG = [
     ("--timeout never", "--timeout must be"),
     ("--budget lots", "--budget must be"),
     ("--window 20 --allow none", "only if it is allowed"),
-    ("--microbatch 99", "--microbatch must not be larger"),
+    ("--batch 32 --microbatch 99", "--microbatch must not be larger"),
     ("--segments 0", "--segments must be"),
     ("--accumulation 2", "Unknown option --accumulation"),
     ("--device nowhere", "--device must be"),

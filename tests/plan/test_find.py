@@ -1,7 +1,9 @@
 """From a question to a plan: what can be asked, what it is asked of, and how much memory that may use."""
 
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from device.child import child
 from search.machine import TITLE, Machine
@@ -16,6 +18,7 @@ from oomguard._estimate.target import resident_within
 from oomguard._plan import find
 from oomguard._plan.find import Question
 from oomguard._search.run import Limits
+from oomguard._spec.candidate import make_candidate
 from oomguard._spec.spec import Spec
 
 GRU = Spec(cell="gru", seq=1000, hidden=128, batch=64)
@@ -227,3 +230,62 @@ def test_another_budget_is_another_search_in_the_same_ledger_but_its_records_cou
     second = oomguard.find_feasible_config(**asked, budget=400 * MIB)
     assert all(one in second.records for one in first.records)
     assert second.peak_bytes <= 400 * MIB
+
+
+# the largest batch
+
+LARGEST: dict[str, Any] = {"cell": "gru", "seq": 200, "hidden": 128, "segments": 1, "budget": 900 * MIB, **FIXED}
+
+
+def true_batch(rig: Rig, plan: oomguard.Plan) -> int:
+    """The largest batch of the plan's model that stays within the budget, in one pass."""
+    sizes = range(plan.spec.batch, 2 * plan.spec.batch)
+    one_pass = ((msgspec.structs.replace(plan.spec, batch=size), size) for size in sizes)
+    knobs = {name: getattr(plan.candidate, name) for name in ("segments", "threads", "allocator", "engine")}
+    fits = [
+        size
+        for spec, size in one_pass
+        if rig.machine.peak_bytes(spec, make_candidate(spec, **knobs)) <= plan.budget_bytes
+    ]
+    return max(fits, default=0)
+
+
+@pytest.mark.parametrize("aim", ["batch", "microbatch"])
+def test_without_a_batch_the_largest_one_has_no_bound(rig: Rig, aim: str) -> None:
+    plan = oomguard.find_feasible_config(**LARGEST, maximize=aim)
+    assert (plan.spec.batch, plan.candidate.accumulation) == (plan.candidate.microbatch, 1)
+    assert plan.spec.batch >= 0.95 * true_batch(rig, plan) > 32
+    assert plan.record is not None
+    assert (plan.record.spec, plan.record.candidate) == (plan.spec, plan.candidate)
+    assert plan.ooms == 0
+    assert plan.probes <= 4
+
+
+def test_a_given_batch_bounds_the_microbatch(rig: Rig) -> None:
+    questions: list[dict[str, Any]] = [{"batch": 48}, {"spec": Spec(cell="gru", seq=200, hidden=128)}]
+    for asked in questions:
+        fields = {name: value for name, value in LARGEST.items() if "spec" not in asked or name in ("budget", *FIXED)}
+        plan = oomguard.find_feasible_config(**fields | asked, maximize="batch")
+        assert plan.candidate.microbatch == plan.spec.batch == asked.get("batch", 32)
+
+
+def test_a_search_for_the_largest_batch_that_was_cut_off_goes_on(rig: Rig, tmp_path: Path) -> None:
+    oomguard.find_feasible_config(**LARGEST, maximize="batch", ledger=str(tmp_path), max_probes=1)
+    again = oomguard.find_feasible_config(**LARGEST, maximize="batch", ledger=str(tmp_path))
+    whole = oomguard.find_feasible_config(**LARGEST, maximize="batch")
+    assert (again.spec, again.candidate, again.probes) == (whole.spec, whole.candidate, whole.probes)
+
+
+def test_the_largest_batch_for_a_card_that_is_not_here_is_found_by_arithmetic() -> None:
+    plan = oomguard.find_feasible_config(cell="lstm", seq=500, device="t4", maximize="batch", segments=1)
+    assert oomguard.estimate(plan.spec, plan.candidate, device="t4").fits
+    larger = msgspec.structs.replace(plan.spec, batch=round(1.05 * plan.spec.batch))
+    knobs: dict[str, Any] = {"precision": plan.candidate.precision, "keep": plan.candidate.keep}
+    assert not oomguard.estimate(larger, **knobs, device="t4").fits
+
+
+def test_the_longest_sequences_need_no_length_to_begin_with(rig: Rig) -> None:
+    fields: dict[str, Any] = {"cell": "gru", "hidden": 128, "budget": 480 * MIB, "threads": 1}
+    plan = oomguard.find_feasible_config(**fields, maximize="seq")
+    assert plan.spec.steps > 10_000
+    assert plan.ooms == 0
