@@ -177,7 +177,7 @@ def test_curves_of_several_models_are_refused(
         ("hidden=512", "Trade-offs of lstm, hidden 512"),
         ("model=lstm,gru", "Trade-offs of lstm or gru"),
         ("layer-norm=true,false", "Trade-offs of lstm 64 → 256 × 2 layers, layer norm True or False"),
-        ("seq=100,1000,200", "T = 100 to 1,000, batch 32 on t4-16gb"),
+        ("seq=100,1000,200", "T = 100 to 1,000, batch 1 on t4-16gb"),
         ("batch=1..8*2", "T = 500, batch 1 to 8 on t4-16gb"),
     ],
 )
