@@ -252,6 +252,7 @@ def test_nothing_that_fits_is_one_json_document(tmp_path: Path, capsys: Capture)
 
 WRONG = [
     ("--maximize throughputt", "Did you mean throughput?"),
+    ("--maximize bach", "Did you mean batch or microbatch?"),
     ("--maximize seq,seq", "several different ones"),
     ("--allow precison", "Did you mean precision?"),
     ("--max-probes 0", "--max-probes must be a whole number from 1 to 100,000"),

@@ -44,7 +44,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
         ({"maximize": ("seq", "seq")}, "but got 'seq,seq'. Write it as throughput or throughput,seq."),
         (
             {"maximize": ("sequence",)},
-            "must be one of throughput, microbatch, seq, but got 'sequence'. Did you mean seq?",
+            "must be one of batch, throughput, microbatch, seq, but got 'sequence'. Did you mean seq?",
         ),
         ({"allow": ("bf16",)}, "--allow takes precision, window, 8bit, or none, but got 'bf16'"),
         ({"fixed": {"precision": "bf16"}, "allow": ()}, "A lossy knob is turned only if it is allowed"),
