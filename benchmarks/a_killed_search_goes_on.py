@@ -34,7 +34,7 @@ from oomguard._core.units import MIB
 from oomguard._probe.record import RECORDS
 
 SPEC: dict[str, Any] = {"cell": "lstm", "seq": 1000, "features": 16, "hidden": 256, "layers": 1, "batch": 256}
-SEARCH: dict[str, Any] = {"budget": 900 * MIB, "maximize": "microbatch", "threads": 1, "allocator": "steady"}
+SEARCH: dict[str, Any] = {"budget": 900 * MIB, "maximize": "microbatch", "threads": 1, "allocator": "tight"}
 SEARCH |= {"segments": 1, "engine": "onednn"}
 KILLS = 10
 EXIT_SECONDS = 10.0

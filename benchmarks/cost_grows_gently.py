@@ -112,7 +112,7 @@ def estimate_of(**fields: Any) -> Any:
 
 def problem_of(settings: int) -> Problem:
     """Make a search space with this number of settings. They differ in their threads, which may exceed any real CPU."""
-    knobs = {"engine": "onednn", "precision": "fp32", "allocator": "steady"}
+    knobs = {"engine": "onednn", "precision": "fp32", "allocator": "tight"}
     space = Space(settings=tuple(knobs | {"threads": count + 1} for count in range(settings)))
     return Problem(spec=SEARCH, target=CPU, space=space, budget_bytes=BUDGET_BYTES)
 

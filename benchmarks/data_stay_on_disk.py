@@ -53,7 +53,7 @@ def train_in_child(plan: str, data: str, run: str, steps: str) -> dict[str, Any]
 def measure(home: Path, name: str, steps: int) -> dict[str, Any]:
     arguments = [str(home / "plan.json"), str(home / f"{name}.npy"), str(home / f"run-{name}"), str(steps)]
     command = [sys.executable, str(Path(__file__)), "--one", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | ENVIRONMENT["steady"])
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | ENVIRONMENT["tight"])
     row: dict[str, Any] = json.loads(done.stdout)
     return row
 

@@ -144,7 +144,7 @@ def estimated_growth_bytes(row: dict[str, Any]) -> int:
 def calibrated_row(row: dict[str, Any], runner: Runner) -> dict[str, Any]:
     """Predict a row with a calibration from two shorter versions of it, and then measure it again."""
     spec = make_spec(json.loads(row["spec"]))
-    candidate = make_candidate(spec, **json.loads(row["candidate"]), threads=1, allocator="steady")
+    candidate = make_candidate(spec, **json.loads(row["candidate"]), threads=1, allocator="tight")
     shorter = [runner.probe(*shorten(spec, candidate, max(1, spec.steps // part))) for part in PARTS]
     expected = Calibration(spec, shorter, CPU).predict(estimate_step(spec, candidate))[0]
     measured = runner.probe(spec, candidate)

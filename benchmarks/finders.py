@@ -62,8 +62,8 @@ def is_installed(package: str) -> bool:
 
 
 def find(tool: str, spec: dict[str, Any], timeout: float = 1800, **request: Any) -> dict[str, Any]:
-    """Run one tool in its own process with the allocator setting `steady`. If it crashes, the answer has the error."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")} | ENVIRONMENT["steady"]
+    """Run one tool in its own process with the allocator setting `tight`. If it crashes, the answer has the error."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")} | ENVIRONMENT["tight"]
     began = time.monotonic()
     request |= {"tool": tool, "spec": spec, "began": began}  # all processes share the monotonic clock
     command = [sys.executable, str(Path(__file__)), json.dumps(request)]
@@ -108,7 +108,7 @@ class Trials:
 def knobs(spec: Spec) -> dict[str, Any]:
     """Return the knobs that are fixed for all tools: PyTorch's defaults with one thread."""
     engine = "onednn" if spec.cell == "lstm" else "native"
-    return {"segments": 1, "threads": 1, "allocator": "steady", "engine": engine}
+    return {"segments": 1, "threads": 1, "allocator": "tight", "engine": engine}
 
 
 def with_oomguard(spec: Spec, budget_bytes: int) -> dict[str, Any]:

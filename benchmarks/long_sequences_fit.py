@@ -4,7 +4,7 @@ PyTorch does, and takes at most 1.5 times as long per token.
     python benchmarks/long_sequences_fit.py [--budgets 128MiB,256MiB,1GiB] [--smoke]
 
 The benchmark takes about 20 minutes, most of them for 1 GiB. The model is one LSTM layer with hidden size 64,
-microbatch 4 and a target at every time step. All contenders run with one thread and the allocator setting `steady`:
+microbatch 4 and a target at every time step. All contenders run with one thread and the allocator setting `tight`:
 
 - `plain`: the plain step;
 - `checkpoint`: torch.utils.checkpoint, applied by hand to sqrt(T) pieces with the loss inside each piece, in its better
@@ -61,7 +61,7 @@ BUDGETS = ("128MiB", "256MiB", "1GiB")
 REACH, MAX_TIME, TOLERANCE = 100, 1.5, 1e-3
 """Length relative to plain PyTorch, time per token relative to it, and relative difference of the gradient norms."""
 MEASURE_SECONDS, POLL_SECONDS = 0.5, 0.005
-KNOBS: dict[str, Any] = {"microbatch": MICROBATCH, "engine": "onednn", "threads": 1, "allocator": "steady"}
+KNOBS: dict[str, Any] = {"microbatch": MICROBATCH, "engine": "onednn", "threads": 1, "allocator": "tight"}
 REFUSED = "an allocation was refused"
 WAYS = ("plain", "checkpoint", "oomguard")
 WIDTHS = (14, 14, 9, 10, 9, 12, 12)
@@ -151,7 +151,7 @@ def measure(way: str, steps: int, knobs: dict[str, Any], path: Path, budget_byte
     The outcome is `within`, `over` or `refused` (an allocation failed).
     """
     case = {"way": way, "steps": steps, "knobs": knobs, "path": str(path)}
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")} | ENVIRONMENT["steady"]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")} | ENVIRONMENT["tight"]
     command = [sys.executable, str(Path(__file__)), "--one", json.dumps(case)]
     row = {"way": way, "steps": steps, "knobs": knobs}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as child:

@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from oomguard._estimate.malloc import ENVIRONMENT
+from oomguard._estimate.malloc import ENVIRONMENT, heap_of
+from oomguard._estimate.target import CPU, engine_for
 from oomguard._spec.candidate import Candidate, make_candidate
 from oomguard._spec.read import make_spec
 from oomguard._spec.spec import Spec
@@ -27,8 +28,9 @@ STEPS = 2
 
 def measure(spec: dict[str, Any], knobs: dict[str, Any], timeout: float = 600) -> dict[str, Any]:
     """Measure one candidate in a new process."""
+    engine = engine_for(make_spec(spec), make_candidate(make_spec(spec), **knobs), CPU)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
-    environment |= ENVIRONMENT[knobs.get("allocator", "steady")]
+    environment |= ENVIRONMENT[heap_of(knobs.get("allocator"), engine)]
     done = subprocess.run(
         [sys.executable, str(Path(__file__)), json.dumps({"spec": spec, "candidate": knobs})],
         capture_output=True, text=True, timeout=timeout, env=environment, check=True,

@@ -6,8 +6,8 @@ The benchmark takes about 40 minutes. It has 3 cases: in one the plain step fits
 asserts this. `--every 8` measures every eighth candidate of the grid. `--smoke` measures a few candidates of one tiny
 case in about a minute and claims nothing.
 
-The grid combines microbatch, pieces (whole, segments, chunks), engine, threads and allocator (`steady`, `plain`, and
-either `pooled` or `roomy`, depending on the engine). It has 360, 360 and 180 candidates. Each candidate runs within the
+The grid combines microbatch, pieces (whole, segments, chunks), engine, threads and allocator (`tight`, `fast`,
+`system`). It has 360, 360 and 180 candidates. Each candidate runs within the
 budget. A candidate is counted as not fitting, without a run, if its uncalibrated growth is more than twice what the
 budget leaves over the runtime.
 
@@ -43,7 +43,6 @@ from oomguard._core.units import MIB
 from oomguard._device.cpu import cores
 from oomguard._estimate.breakdown import estimate_step
 from oomguard._probe.record import Record
-from oomguard._search.space import HEAP_FOR
 from oomguard._spec.candidate import Candidate, make_candidate
 from oomguard._spec.read import make_spec
 from oomguard._spec.spec import Spec
@@ -77,11 +76,9 @@ MIN_SPEED, MAX_RUNS = 0.95, 1 / 8
 def grid(spec: Spec) -> list[Candidate]:
     """List the candidates of the grid, in an order in which one child process can run many of them."""
     engines = ("onednn", "native") if spec.cell == "lstm" else ("native",)
-    settings = itertools.product(("steady", "plain", None), engines, dict.fromkeys((1, cores())))
+    settings = itertools.product(("tight", "system", "fast"), engines, dict.fromkeys((1, cores())))
     return [
-        make_candidate(
-            spec, microbatch=rows, allocator=allocator or HEAP_FOR[engine], engine=engine, threads=threads, **pieces
-        )
+        make_candidate(spec, microbatch=rows, allocator=allocator, engine=engine, threads=threads, **pieces)
         for allocator, engine, threads in settings
         for pieces in PIECES
         for rows in MICROBATCHES
@@ -165,7 +162,7 @@ def by_lightning(fields: dict[str, Any], budget_bytes: int) -> tuple[Candidate |
         return None, tuned
     spec = make_spec(fields)
     rows = max(size for size in range(1, min(tuned["found"], spec.batch) + 1) if spec.batch % size == 0)
-    return make_candidate(spec, microbatch=rows, allocator="plain"), tuned
+    return make_candidate(spec, microbatch=rows, allocator="system"), tuned
 
 
 def describe(candidate: Candidate) -> str:

@@ -228,7 +228,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory)
-        plan = oomguard.find_feasible_config(**SPEC, threads=1, allow="none", allocator="plain", max_probes=1)
+        plan = oomguard.find_feasible_config(**SPEC, threads=1, allow="none", allocator="system", max_probes=1)
         data = np.random.default_rng(0).normal(size=(SEQUENCES, SPEC["seq"], 5)).astype(np.float32)
         data[:, 0, 0] = np.arange(len(data))
         rows = compare(plan, data, home, args.seed, keeps=(False,) if args.smoke else (False, True))

@@ -5,7 +5,7 @@ memory, in at most a third of the time of Lightning's binary search.
 
 The benchmark has 12 cases (6 models, 2 budgets) and takes about 40 minutes. `--smoke` runs one tiny case with the
 installed rivals in about a minute, and claims nothing. In each case, all contenders have the same model, optimizer,
-random data and limit, one thread and the allocator setting `steady`:
+random data and limit, one thread and the allocator setting `tight`:
 
 - the true maximum, by bisection with probes, until one more sequence does not run within the budget;
 - oomguard;

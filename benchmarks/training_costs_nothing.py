@@ -160,7 +160,7 @@ def run_case(case: dict[str, Any], path: Path, rounds: int, steps: int) -> dict[
     """Run each trainer in turns with the loop by hand, and compare their steps per second."""
     shape = (case["batch"] * 8, case["seq"], case["features"] + 1)
     np.save(path, np.random.default_rng(0).normal(size=shape).astype(np.float32))
-    plan = oomguard.find_feasible_config(**case, threads=1, segments=1, allocator="steady", allow="none", max_probes=1)
+    plan = oomguard.find_feasible_config(**case, threads=1, segments=1, allocator="tight", allow="none", max_probes=1)
     trainers: dict[str, Callable[[Turns], None]] = {"train": lambda turns: by_train(plan, path, steps, turns)}
     trainers |= {"lightning": lambda turns: by_lightning(case, path, steps, turns)} if packages() else {}
     pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in trainers}
@@ -216,6 +216,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if any(os.environ.get(name) != value for name, value in ENVIRONMENT["steady"].items()):
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | ENVIRONMENT["steady"])
+    if any(os.environ.get(name) != value for name, value in ENVIRONMENT["tight"].items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | ENVIRONMENT["tight"])
     main()

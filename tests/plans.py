@@ -41,7 +41,7 @@ def card_plan(rungs: Sequence[tuple[int, int]], **fields: Any) -> Plan:
     """The same for the first card."""
     spec, target = Spec(**SMALL | fields), find_target("cuda")
     card = open_device("cuda")
-    knobs = {"engine": "cudnn", "allocator": "plain"}
+    knobs = {"engine": "cudnn", "allocator": "system"}
     plan = _plan([rung_of(spec, rows, segments, knobs, target) for rows, segments in rungs], spec, target)
     environment = msgspec.structs.replace(plan.environment, device="cuda", title=card.title())
     return msgspec.structs.replace(plan, budget_bytes=card.budget().limit_bytes, environment=environment)

@@ -15,7 +15,7 @@ import msgspec
 from oomguard._device import limits
 from oomguard._device.budget import Budget, Reading
 from oomguard._device.proc import PROC, Status, read_status, read_text
-from oomguard._estimate.malloc import ENVIRONMENT, setting_of
+from oomguard._estimate.malloc import ENVIRONMENT, heap_of
 from oomguard._estimate.target import COMMITTED_TENTHS
 from oomguard._spec.candidate import Candidate
 
@@ -59,9 +59,9 @@ class Cpu(msgspec.Struct, frozen=True):
         """The budget of this process, all that it already holds included."""
         return limits.budget()
 
-    def environment(self, candidate: Candidate) -> dict[str, str]:
-        """The variables that the process of the candidate must start with: glibc reads its thresholds only then."""
-        return dict(ENVIRONMENT[setting_of(candidate.allocator)])
+    def environment(self, candidate: Candidate, engine: str) -> dict[str, str]:
+        """The variables that the candidate's process must start with: glibc reads its thresholds only then."""
+        return dict(ENVIRONMENT[heap_of(candidate.allocator, engine)])
 
     def settle(self, candidate: Candidate) -> None:
         """Set the candidate's threads and engine, which a running process can change."""

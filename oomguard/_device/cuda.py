@@ -73,7 +73,7 @@ class Cuda(msgspec.Struct, frozen=True):
             reserved_bytes = torch.cuda.memory_reserved(self.index)
         return self.status().budget(self.name, reserved_bytes)
 
-    def environment(self, candidate: Candidate) -> dict[str, str]:
+    def environment(self, candidate: Candidate, engine: str) -> dict[str, str]:
         """The variables that the process of the candidate must start with, the user's own settings kept."""
         if candidate.allocator != "expandable":
             return {}

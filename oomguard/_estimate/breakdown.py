@@ -18,20 +18,20 @@ from numpy.typing import NDArray
 from oomguard._estimate import terms
 from oomguard._estimate.call import Count, Flag, Ints, Knobs, where
 from oomguard._estimate.engines import cudnn
-from oomguard._estimate.malloc import PAGE_BYTES, reserved_bytes, setting_of
+from oomguard._estimate.malloc import PAGE_BYTES, heap_of, reserved_bytes
 from oomguard._estimate.moments import TERMS, Moments, Terms, evaluation_moments, training_moments
 from oomguard._estimate.passes import Pass, border_bytes, by_layer_bytes, make_pass, piece_steps, stays_on_host
-from oomguard._estimate.target import CPU, Target
+from oomguard._estimate.target import CPU, Target, engine_for
 from oomguard._spec.candidate import Candidate, Candidates, is_none
 from oomguard._spec.spec import Spec
 
 Name = str | NDArray[np.str_]
 """A name, or an array of them."""
 
-MARGIN_PERCENT = {"steady": 10, "pooled": 30, "roomy": 110, "plain": 80, "cuda": 15}
-"""Margin in percent of the growth over the runtime, by allocator setting: fixed or moving heap thresholds (rows of the
-benchmark, run again: 16 in `pooled` peaked at 0.96 to 1.19 of the estimate, 18 of oneDNN in `roomy` at 0.99 to 2.0, 24
-in `plain` at up to 1.78), cuDNN's workspace (assumed)."""
+MARGIN_PERCENT = {"tight": 10, "fast native": 30, "fast onednn": 110, "system": 80, "cuda": 15}
+"""Margin in percent of the growth over the runtime, by heap: fixed or moving thresholds (rows of the benchmark, run
+again: 16 of PyTorch's own kernels in `fast` peaked at 0.96 to 1.19 of the estimate, 18 of oneDNN in `fast` at 0.99 to
+2.0, 24 in `system` at up to 1.78), cuDNN's workspace (assumed)."""
 SCATTERED_PERCENT = 35
 """Margin in percent with fixed thresholds and a fragmented heap (two such rows of the benchmark, vanilla RNNs, peaked
 at 1.17 and 1.33 of the estimate; a GRU with blocks of 1 KiB at 1.13, and at 1.21 of what shorter sequences had led to
@@ -188,12 +188,12 @@ def margin_bytes(spec: Spec, growth_bytes: Count, candidate: Knobs, target: Targ
     Calibration by the records of this machine replaces it.
 
     >>> spec = Spec(cell="lstm", seq=1000)
-    >>> [margin_bytes(spec, 1000, Candidate(microbatch=1, allocator=one), CPU) for one in ("steady", "pooled", "roomy")]
-    [100, 300, 1100]
+    >>> [margin_bytes(spec, 1000, Candidate(microbatch=1, allocator=one), CPU) for one in ("tight", "fast", "system")]
+    [100, 1100, 800]
     """
-    kind = "cuda" if target.cuda else setting_of(candidate.allocator)
-    percent: Count = MARGIN_PERCENT[kind]
-    if kind in ("steady", "pooled"):
+    heap = "cuda" if target.cuda else heap_of(candidate.allocator, engine_for(spec, candidate, target))
+    percent: Count = MARGIN_PERCENT[heap]
+    if heap in ("tight", "fast native"):
         percent = where(scattered(spec, candidate), SCATTERED_PERCENT, percent)
     return -(-growth_bytes // 100) * percent  # divided first: the largest specs fill most of an int64
 

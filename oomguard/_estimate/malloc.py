@@ -13,16 +13,16 @@ import numpy as np
 
 from oomguard._estimate.call import Count, Flag, round_up
 
-THRESHOLD_BYTES = {"steady": 65_536, "pooled": 4 << 20, "roomy": 32 << 20, "plain": 32 << 20, "cuda": 0}
-"""Bytes from which a block gets pages of its own, by allocator setting (on CUDA there is no heap). `steady` gives
-back what it can; `pooled` has all that a step of PyTorch's own kernels needs in the heap, and little that is larger;
-`roomy` as much as glibc can be told to. `plain`: glibc raises its threshold to what was freed, up to that
-(DEFAULT_MMAP_THRESHOLD_MAX, malloc.c, glibc 2.36)."""
+THRESHOLD_BYTES = {"tight": 65_536, "fast native": 4 << 20, "fast onednn": 32 << 20, "system": 32 << 20, "cuda": 0}
+"""Bytes from which a block gets pages of its own, by heap (on CUDA there is none). `tight` gives back what it can.
+`fast` keeps what an engine frees and asks for again: all that a step of PyTorch's own kernels needs, and little that is
+larger; for oneDNN, which needs blocks of a whole segment, as much as glibc can be told to. `system`: glibc raises its
+threshold to what was freed, up to that (DEFAULT_MMAP_THRESHOLD_MAX, malloc.c, glibc 2.36)."""
 
 
-def _fixed(setting: str, trim_bytes: int) -> dict[str, str]:
+def _fixed(heap: str, trim_bytes: int) -> dict[str, str]:
     return {
-        "MALLOC_MMAP_THRESHOLD_": str(THRESHOLD_BYTES[setting]),
+        "MALLOC_MMAP_THRESHOLD_": str(THRESHOLD_BYTES[heap]),
         "MALLOC_TRIM_THRESHOLD_": str(trim_bytes),
         "MALLOC_ARENA_MAX": "1",
         "MALLOC_MMAP_MAX_": "30000",
@@ -30,12 +30,12 @@ def _fixed(setting: str, trim_bytes: int) -> dict[str, str]:
 
 
 ENVIRONMENT: dict[str, dict[str, str]] = {
-    "plain": {},
-    "steady": _fixed("steady", THRESHOLD_BYTES["steady"]) | {"MALLOC_TOP_PAD_": "0"},
-    "pooled": _fixed("pooled", 1 << 50),
-    "roomy": _fixed("roomy", 1 << 50),
+    "system": {},
+    "tight": _fixed("tight", THRESHOLD_BYTES["tight"]) | {"MALLOC_TOP_PAD_": "0"},
+    "fast native": _fixed("fast native", 1 << 50),
+    "fast onednn": _fixed("fast onednn", 1 << 50),
 }
-"""Environment variables of a process, by allocator setting. A fixed threshold stops glibc from raising its own
+"""Environment variables of a process, by heap. A fixed threshold stops glibc from raising its own
 (mallopt(3)); 30,000 mappings are less than half of what Linux allows a process (vm.max_map_count = 65,530)."""
 PAGE_BYTES = 4096
 
@@ -45,31 +45,32 @@ LARGE_SEGMENT_BYTES = 20 << 20  # c10/cuda/CUDACachingAllocator.cpp, kLargeBuffe
 ROUND_LARGE_BYTES = 2 << 20  # c10/core/AllocatorConfig.h, kRoundLarge, torch 2.13
 
 
-def setting_of(allocator: str | None) -> str:
-    """Return the setting that a process on the CPU is started with: `steady` unless the candidate names another.
+def heap_of(allocator: str | None, engine: str | None) -> str:
+    """The heap of a process on the CPU, as the tables name it: `tight` unless the candidate names another.
 
-    >>> [setting_of(name) for name in ("plain", "expandable", None)]
-    ['plain', 'steady', 'steady']
+    >>> [heap_of(name, "native") for name in ("system", "fast", "expandable", None)]
+    ['system', 'fast native', 'tight', 'tight']
     """
-    return allocator if allocator is not None and allocator in ENVIRONMENT else "steady"
+    if allocator == "fast":
+        return "fast onednn" if engine == "onednn" else "fast native"
+    return "system" if allocator == "system" else "tight"
 
 
-def in_heap(block: Count, allocator: str) -> Flag:
+def in_heap(block: Count, heap: str) -> Flag:
     """Whether a block of so many bytes lives in the heap."""
-    return block < THRESHOLD_BYTES[allocator]
+    return block < THRESHOLD_BYTES[heap]
 
 
-def in_heap_of(block: Any, allocators: Any) -> Any:
-    """Whether a block lives in the heap on the CPU, for a column of allocator settings (None: the default).
+def in_heap_of(block: Any, allocators: Any, engines: Any) -> Any:
+    """Whether a block lives in the heap on the CPU, for columns of allocators (None: the default) and engines.
 
-    >>> in_heap_of(1 << 20, np.array(["steady", "pooled", None], dtype=object)).tolist()
-    [False, True, False]
+    >>> in_heap_of(8 << 20, np.array(["tight", "fast", "fast", None]), ["onednn", "native", "onednn", ""]).tolist()
+    [False, False, True, False]
     """
-    names = np.asarray(allocators, dtype=object)
-    thresholds = np.full(names.shape, THRESHOLD_BYTES["steady"])
-    for name in ENVIRONMENT:
-        thresholds[names == name] = THRESHOLD_BYTES[name]
-    return np.asarray(block) < thresholds
+    names, engines = np.asarray(allocators, dtype=object), np.asarray(engines)
+    fast = np.where(engines == "onednn", THRESHOLD_BYTES["fast onednn"], THRESHOLD_BYTES["fast native"])
+    others = np.where(names == "system", THRESHOLD_BYTES["system"], THRESHOLD_BYTES["tight"])
+    return np.asarray(block) < np.where(names == "fast", fast, others)
 
 
 def mapped_bytes(block: Count) -> Count:

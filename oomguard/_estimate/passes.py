@@ -7,7 +7,7 @@ import numpy as np
 from oomguard._estimate import terms
 from oomguard._estimate.call import Call, Count, Footprint, Knobs, maximum, minimum, where
 from oomguard._estimate.engines import cudnn, native, onednn
-from oomguard._estimate.malloc import setting_of
+from oomguard._estimate.malloc import heap_of
 from oomguard._estimate.target import Target, engine_for
 from oomguard._spec.spec import Spec
 
@@ -106,7 +106,7 @@ def _footprint(call: Call, spec: Spec, candidate: Knobs, target: Target, engine:
         return cudnn.footprint(call, target, half=candidate.precision == "fp16", batch_first=spec.batch_first)
     if engine == "onednn":
         return onednn.footprint(call)
-    return native.footprint(call, allocator="cuda" if target.cuda else setting_of(candidate.allocator))
+    return native.footprint(call, heap="cuda" if target.cuda else heap_of(candidate.allocator, engine))
 
 
 def between_bytes(step: Pass, index: int) -> Count:

@@ -14,7 +14,6 @@ from oomguard._core.errors import MisuseError, flag
 from oomguard._core.units import format_bytes
 from oomguard._estimate.breakdown import Estimate, estimate_batch, estimate_step
 from oomguard._estimate.engines import cudnn
-from oomguard._estimate.malloc import setting_of
 from oomguard._estimate.passes import make_pass, piece_steps
 from oomguard._estimate.target import Target
 from oomguard._plan.value import Shortfall, Way, figures
@@ -237,8 +236,8 @@ def _other_specs(case: Case) -> Iterator[Change]:
 def _settings(case: Case) -> Iterator[Change]:
     """Single settings: some cost nothing, others time or exactness."""
     knobs, bf16 = case.candidate, "bf16" in case.target.card_precisions
-    if not case.target.cuda and setting_of(knobs.allocator) != "steady":
-        yield from case.change(" gives freed memory back to the system", Cost.TIME, allocator="steady")
+    if not case.target.cuda and knobs.allocator in ("system", "fast"):
+        yield from case.change(" gives freed memory back to the system", Cost.TIME, allocator="tight")
     if case.training and knobs.update == "foreach":
         yield from case.change(" makes no copies of the gradients", Cost.NOTHING, update="fused")
     if case.tight and case.estimate.engine == "onednn":

@@ -32,7 +32,7 @@ from oomguard._search.run import (
     user_directory,
 )
 from oomguard._search.space import Choices, Problem, check_allow, check_fixed, check_maximize, make_space
-from oomguard._spec.candidate import KNOBS, make_candidate
+from oomguard._spec.candidate import KNOBS, make_candidate, renew
 from oomguard._spec.spec import MAX_BATCH, Spec
 
 
@@ -68,6 +68,7 @@ class Question:
         check_maximize(self.maximize)
         check_allow(self.allow)
         _check_knobs(self.spec, self.fixed)
+        object.__setattr__(self, "fixed", {name: renew(name, value) for name, value in self.fixed.items()})
         check_fixed(self.fixed, self.allow)
         check_whole("max_probes", self.limits.max_probes, 1, 100_000, optional=False)
         check_seconds("The time limit of a search", self.limits.seconds)
@@ -205,6 +206,7 @@ def _search(
 def _study_name(question: Question, title: str) -> str:
     """The name of a question's study: the same for the same question on the same kind of device."""
     asked: list[object] = [question.spec, title, question.budget_bytes, question.maximize, question.allow]
+    asked.append(KNOBS["allocator"].field.choices)  # Optuna refuses other choices of a parameter in one study
     asked += [question.fixed, "open batch"] if question.open_batch else [question.fixed]
     content = msgspec.json.encode(msgspec.to_builtins(asked, str_keys=True), order="deterministic")
     return f"{question.spec.cell}-{question.spec.steps}-{hashlib.sha256(content).hexdigest()[:12]}"

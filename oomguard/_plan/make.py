@@ -49,12 +49,12 @@ RUNGS_KEEP = (*BUCKETS_KEEP, "window")
 def make_plan(
     result: SearchResult,
     environment: Environment,
-    exports: Callable[[Candidate], dict[str, str]] | None,
+    exports: Callable[[Candidate, str], dict[str, str]] | None,
     asked_budget_bytes: int | None = None,
 ) -> Plan | None:
     """The best plan that the records allow; None if nothing fits.
 
-    `exports` gives the environment variables that the process of a candidate needs (`Device.environment`); None if the
+    `exports` gives the environment variables that a candidate with its engine needs (`Device.environment`); None if the
     device is not here.
     """
     problem, records = result.problem, result.records
@@ -97,7 +97,7 @@ def make_plan(
         ended=cast("Ended", result.ended),
         seconds=round(result.seconds, 3),
         environment=environment,
-        exports={} if exports is None else exports(candidate),
+        exports={} if exports is None else exports(candidate, estimate.engine),
     )
     if len(problem.maximize) > 1:
         plan = msgspec.structs.replace(plan, front=_front(problem, records, plan, timed=timed))
@@ -155,8 +155,8 @@ def _plain(problem: Problem, spec: Spec, records: Sequence[Record], cores: int, 
     candidate = plain_candidate(spec, cuda=problem.target.cuda, cores=cores)
     calibration = Calibration(spec, records, problem.target, problem.cached)
     seconds = calibration.predict(estimate_step(spec, candidate, problem.target))[0].seconds_per_step
-    if not problem.target.cuda:  # glibc's default heap errs by far more: the peak is that with the allocator `steady`
-        candidate = msgspec.structs.replace(candidate, allocator="steady")
+    if not problem.target.cuda:  # glibc's default heap errs by far more: the peak is that with the allocator `tight`
+        candidate = msgspec.structs.replace(candidate, allocator="tight")
     estimate = estimate_step(spec, candidate, problem.target)
     expected = msgspec.structs.replace(calibration.predict(estimate)[0], seconds_per_step=seconds)
     fits = bool(estimate.runs) and expected.safe_bytes <= problem.budget_bytes
@@ -165,7 +165,7 @@ def _plain(problem: Problem, spec: Spec, records: Sequence[Record], cores: int, 
 
 def plain_candidate(spec: Spec, *, cuda: bool, cores: int) -> Candidate:
     """The candidate of PyTorch without oomguard: all cores, the default allocator."""
-    return make_candidate(spec, allocator="plain", threads=None if cuda else cores)
+    return make_candidate(spec, allocator="system", threads=None if cuda else cores)
 
 
 def _lossy_gain(table: CandidateTable, row: int, knob: str, *, timed: bool) -> LossyGain:

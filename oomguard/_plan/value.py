@@ -12,7 +12,7 @@ from oomguard._estimate.target import Target
 from oomguard._predict.calibration import Prediction, Size
 from oomguard._probe.record import Record
 from oomguard._search.lengths import Bucket, Some
-from oomguard._spec.candidate import Candidate
+from oomguard._spec.candidate import Candidate, renew
 from oomguard._spec.spec import Spec
 
 VERSION = 1
@@ -220,6 +220,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The machine and the software that the plan was made with."""
     exports: dict[str, str]
     """Environment variables to start the training process with: the allocator's settings."""
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "fixed", {name: renew(name, value) for name, value in self.fixed.items()})
 
     @property
     def confirmed(self) -> bool:

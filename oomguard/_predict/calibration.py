@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from oomguard._core.units import MAX_BYTES
 from oomguard._estimate import terms
 from oomguard._estimate.breakdown import MARGIN_PERCENT, SCATTERED_PERCENT, Estimate, estimate_step, scattered
-from oomguard._estimate.malloc import setting_of
+from oomguard._estimate.malloc import heap_of
 from oomguard._estimate.target import Target
 from oomguard._predict import memory, speed
 from oomguard._predict.fit import Data, Fit, Floats, Prior, fit_robustly, stacked
@@ -107,12 +107,12 @@ def kinds_of(estimate: Estimate, target: Target) -> dict[Kind, NDArray[np.bool_]
 
 def _allocator(name: str | None, *, cuda: bool) -> str:
     """The allocator setting of a candidate, or the default one of the device."""
-    return name or ("plain" if cuda else setting_of(None))
+    return name or ("system" if cuda else "tight")
 
 
-def heap_setting(allocator: str | None, target: Target) -> str:
+def heap_setting(allocator: str | None, engine: str | None, target: Target) -> str:
     """The row of the tables of margins and noise that a candidate belongs to."""
-    return "cuda" if target.cuda else setting_of(allocator)
+    return "cuda" if target.cuda else heap_of(allocator, engine)
 
 
 def _deviation(percent: float) -> float:
@@ -165,7 +165,7 @@ class Calibration:
             expected = rest[rows] * np.exp(ratio)
             # a candidate far from all records errs by no more than a bare estimate does
             most = np.maximum(self._level(kind), fragmented[rows] * _deviation(SCATTERED_PERCENT))
-            setting = heap_setting(kind.allocator, self.target)
+            setting = heap_setting(kind.allocator, kind.engine, self.target)
             usual = np.broadcast_to(memory.noise(self.spec, estimate.candidate, kind.engine, setting), len(rest))
             noise = np.hypot(usual[rows], fragmented[rows] * memory.SCATTERED)
             deviation = np.minimum(np.hypot(spread, noise), most)
@@ -208,7 +208,7 @@ class Calibration:
         """The standard deviation of the ratio of a kind: that of bare estimates, or of a model measured on a card."""
         if self.target.cuda and any(kind_of(record) == kind for record in self.own):
             return memory.CARD_LEVEL
-        return _deviation(MARGIN_PERCENT[heap_setting(kind.allocator, self.target)])
+        return _deviation(MARGIN_PERCENT[heap_setting(kind.allocator, kind.engine, self.target)])
 
     def _memory_fit(self, kind: Kind) -> Fit:
         """The fit of measured rests over estimated ones."""
@@ -225,7 +225,7 @@ class Calibration:
     def _fit_memory(self, kind: Kind, rows: Sequence[Data]) -> Fit:
         # without records the margin is that of the bare estimate, whatever its size
         slopes = [slope if rows else 0.0 for slope in memory.SLOPES[self.device]]
-        local = memory.SHAPE[heap_setting(kind.allocator, self.target)] if rows else 0.0
+        local = memory.SHAPE[heap_setting(kind.allocator, kind.engine, self.target)] if rows else 0.0
         data = stacked(rows, effects=1 + len(slopes), coordinates=2)
         return Fit(Prior([self._level(kind), *slopes], local), data)
 
@@ -238,7 +238,7 @@ class Calibration:
         else:
             measured = (record.peak_bytes or 0) - self._runtime_bytes(kind, self._estimate(record)) - float(known[0])
         places = memory.places(spec, knobs, cuda=self.target.cuda) * (1 if same else -1)  # models share no places
-        usual = float(memory.noise(spec, knobs, kind.engine, heap_setting(kind.allocator, self.target)))
+        usual = float(memory.noise(spec, knobs, kind.engine, heap_setting(kind.allocator, kind.engine, self.target)))
         noise = [usual + memory.ERROR_BYTES[self.device] / rest[0]]
         noise += [] if same else [memory.OTHER_MODEL[self.device]]
         noise += [memory.ONE_PASS] if record.passes == 1 and kind.engine == "native" else []

@@ -19,17 +19,17 @@ ERROR_BYTES = {"cpu": 2 * MIB, "cuda": 8 * MIB}
 MiB, CUDACachingAllocator.cpp, kLargeBuffer, torch 2.13)."""
 FLOOR_BYTES = {"cpu": 3 * MIB, "cuda": 24 * MIB}
 """The least margin."""
-REPEAT = {"steady": 0.012, "pooled": 0.25, "chunks": 0.02, "roomy": 0.25, "plain": 0.2, "cuda": 0.01}
+REPEAT = {"tight": 0.012, "fast native": 0.25, "chunks": 0.02, "fast onednn": 0.25, "system": 0.2, "cuda": 0.01}
 """Share of its growth by which a candidate may peak higher than when it was measured. Peaks of PyTorch's own kernels
 creep by 1 % over 20 steps; in a heap that keeps what is freed, those of recomputed segments by up to 26 %, but not
 those of chunks, which free in the order in which they allocate. Without fixed thresholds peaks vary between runs."""
 NOISE = {
-    **{"steady": 0.008, "native": 0.011, "rnn": 0.03, "pooled": 0.1, "chunks": 0.015},
-    **{"roomy": 0.12, "plain": 0.08, "cuda": 0.015},
+    **{"tight": 0.008, "native": 0.011, "rnn": 0.03, "fast native": 0.1, "chunks": 0.015},
+    **{"fast onednn": 0.12, "system": 0.08, "cuda": 0.015},
 }
 """Standard deviation of a measured rest around what the effects explain. `native`: PyTorch's own kernels with the
-allocator `steady`. `rnn`: a vanilla RNN with its states in the heap, which has two outcomes (one estimate was 9 % too
-low). `chunks`: segments that are not recomputed, with the allocator `pooled`."""
+allocator `tight`. `rnn`: a vanilla RNN with its states in the heap, which has two outcomes (one estimate was 9 % too
+low). `chunks`: segments that are not recomputed, with the allocator `fast`."""
 SCATTERED = 0.08
 """Standard deviation on top of that where the heap becomes fragmented (`scattered`, _estimate/breakdown.py)."""
 OTHER_MODEL = {"cpu": 0.05, "cuda": 0.5}
@@ -42,9 +42,9 @@ SLOPES = {"cpu": (0.04, 0.04, 0.012, 0.012), "cuda": (0.2, 0.2, 0.05, 0.03)}
 CARD_LEVEL = 0.2
 """Prior standard deviation of the ratio on a card once the model has been measured there. What PyTorch's allocator
 reserves per byte in use (1.01 to 1.68 in 155 records of four models) is not estimated; records tell it."""
-SHAPE = {"steady": 0.006, "pooled": 0.05, "roomy": 0.2, "plain": 0.03, "cuda": 0.08}
+SHAPE = {"tight": 0.006, "fast native": 0.05, "fast onednn": 0.2, "system": 0.03, "cuda": 0.08}
 """Prior standard deviation of what one microbatch with its segments differs by, always in the same way. (With the
-allocator `roomy`, an LSTM of three layers peaked at 1.0 to 2.0 of the estimate, depending on its segments.)"""
+allocator `fast`, an LSTM of three layers peaked at 1.0 to 2.0 of the estimate, depending on its segments.)"""
 FEW = 4
 """CPU: up to so many segments, a candidate is matched to its half-length probe by segment count."""
 NEARBY = 0.05
@@ -56,17 +56,17 @@ def repeat(knobs: Knobs, setting: str) -> Floats:
     """The share of `REPEAT` for each candidate.
 
     >>> from oomguard._spec.candidate import Candidates
-    >>> repeat(Candidates(microbatch=1, segments=4, recompute=np.array([True, False])), "pooled").tolist()
+    >>> repeat(Candidates(microbatch=1, segments=4, recompute=np.array([True, False])), "fast native").tolist()
     [0.25, 0.02]
     """
-    return np.where((setting == "pooled") & _chunks(knobs), REPEAT["chunks"], REPEAT[setting])
+    return np.where((setting == "fast native") & _chunks(knobs), REPEAT["chunks"], REPEAT[setting])
 
 
 def noise(spec: Spec, knobs: Knobs, engine: str, setting: str) -> Floats:
     """The standard deviation of `NOISE` for each candidate."""
-    if setting == "pooled":
-        return np.where(_chunks(knobs), NOISE["chunks"], NOISE["pooled"])
-    if setting != "steady" or engine != "native":
+    if setting == "fast native":
+        return np.where(_chunks(knobs), NOISE["chunks"], NOISE["fast native"])
+    if setting != "tight" or engine != "native":
         return np.asarray(NOISE[setting])
     unsure = (spec.cell == "rnn") & in_heap(4 * spec.hidden * np.asarray(knobs.microbatch), setting)
     return np.where(unsure, NOISE["rnn"], NOISE["native"])

@@ -128,15 +128,15 @@ def faults(spec: Spec, knobs: Knobs, engine: Engine) -> NDArray[np.bool_]:
     Short sequences do not show the time of whole ones if their blocks are on the other side of glibc's threshold.
 
     >>> spec = Spec(cell="lstm", seq=10_000)
-    >>> [bool(faults(spec, Candidate(microbatch=32, segments=n, allocator="plain"), "onednn")) for n in (1, 100)]
+    >>> [bool(faults(spec, Candidate(microbatch=32, segments=n, allocator="system"), "onednn")) for n in (1, 100)]
     [True, False]
     """
-    return ~np.asarray(in_heap_of(_block_bytes(spec, knobs, engine), knobs.allocator), dtype=bool)
+    return ~np.asarray(in_heap_of(_block_bytes(spec, knobs, engine), knobs.allocator, engine), dtype=bool)
 
 
 def cold(spec: Spec, knobs: Knobs, engine: Engine) -> NDArray[np.bool_]:
     """CPU: where blocks are so large that each is new memory, not in any cache, whatever the allocator."""
-    return ~np.asarray(in_heap(_block_bytes(spec, knobs, engine), "plain"), dtype=bool)
+    return ~np.asarray(in_heap(_block_bytes(spec, knobs, engine), "system"), dtype=bool)
 
 
 def _block_bytes(spec: Spec, knobs: Knobs, engine: Engine) -> NDArray[np.int64]:
@@ -158,7 +158,7 @@ def filled(values: object, default: object) -> NDArray[np.object_]:
 
 def _keeps(knobs: Knobs) -> NDArray[np.bool_]:
     """CPU: whether the C heap keeps freed memory for later."""
-    return np.isin(np.asarray(knobs.allocator, dtype=str), ("plain", "pooled", "roomy"))
+    return np.isin(np.asarray(knobs.allocator, dtype=str), ("system", "fast"))
 
 
 def _is(values: ArrayLike, name: str) -> NDArray[np.bool_]:

@@ -35,7 +35,7 @@ LISTENER_BYTES, PROBE_BYTES = 256 * KIB, 2 * MIB
 record; 2 MiB is the default where the system sets no limit."""
 LEFT_BYTES, LEFT_PERCENT, LEFT_PLAIN_PERCENT = 3 * MIB, 1, 2
 """Memory that may be left after a probe before the child is replaced, since the next peak would count it. The first
-full step of any process leaves about 1.7 MiB, which every peak counts anyway. Without fixed heap thresholds (`plain`,
+full step of any process leaves about 1.7 MiB, which every peak counts anyway. Without fixed heap thresholds (`system`,
 on the CPU) peaks differ by more than that from run to run."""
 LEFT_COMMITTED_BYTES = 16 * MIB
 """Committed bytes that may be left, where they are limited, beyond those after the first probe, when the C library has
@@ -182,7 +182,7 @@ class Server:
         if self.committed_bytes is None:
             self.committed_bytes = now.committed_bytes
         left_committed_bytes = (now.committed_bytes or 0) - (self.committed_bytes or 0)
-        plain = request.device == "cpu" and request.candidate.allocator == "plain"
+        plain = request.device == "cpu" and request.candidate.allocator == "system"
         share = self.base_bytes * (LEFT_PLAIN_PERCENT if plain else LEFT_PERCENT) // 100
         return now.now_bytes - self.base_bytes <= max(LEFT_BYTES, share) and (
             request.committed_bytes is None or left_committed_bytes <= LEFT_COMMITTED_BYTES

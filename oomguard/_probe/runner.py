@@ -150,7 +150,7 @@ class Runner:
 
         Kernels stay loaded: oneDNN's LSTM takes 11 MiB that would count in the peak of PyTorch's own.
         """
-        environment, child = self.device.environment(request.candidate), self._child
+        environment, child = self.device.environment(request.candidate, request.engine), self._child
         kind, largest_bytes = (environment, request.engine, request.candidate.precision), _largest_bytes(request)
         usable = child is not None and child.kind == kind and child.process.poll() is None
         if child is None or not usable or largest_bytes < child.raised_bytes:
@@ -208,7 +208,7 @@ def _largest_bytes(request: Request) -> int:
     heap. In a child that had run larger blocks before, an LSTM in chunks took 0.7 of the time of a new process.
     """
     spec, knobs = request.spec, request.candidate
-    if request.device != "cpu" or knobs.allocator != "plain":
+    if request.device != "cpu" or knobs.allocator != "system":
         return 0
     piece = -(-min(spec.steps, knobs.window or spec.steps) // knobs.segments)
     return 4 * knobs.microbatch * piece * max(4 * spec.hidden, spec.inputs)

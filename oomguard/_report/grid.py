@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from oomguard._core.errors import MisuseError, flag, nearest, shown
 from oomguard._estimate.target import Target, engine_for
-from oomguard._spec.candidate import KNOBS, Candidate, Candidates, is_none, make_candidate, serve
+from oomguard._spec.candidate import KNOBS, Candidate, Candidates, is_none, make_candidate, renew, serve
 from oomguard._spec.spec import Spec
 
 Over = dict[str, list[Any]]
@@ -70,7 +70,7 @@ def _values(name: str, values: Any) -> list[Any]:
         count = f"{len(found):,}" if found else "none"
         rule = f"{flag(name)} must vary over 1 to {MOST_VALUES:,} values"
         raise MisuseError(rule=rule, got=f"got {count}", advice=EXAMPLES)
-    return [*dict.fromkeys(found)]
+    return [*dict.fromkeys(renew(name, value) for value in found)]
 
 
 def _part(name: str, text: str) -> Iterable[Any]:

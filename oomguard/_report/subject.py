@@ -140,7 +140,7 @@ class Subject:
         if calibration.records:
             peak, margin = calibration.predict_memory(estimate)
         seconds, doubt = calibration.predict_time(estimate)
-        allocator = "plain" if self.target.cuda else "steady"
+        allocator = "system" if self.target.cuda else "tight"
         columns = candidates.knobs | {
             "engine": estimate.engine,
             "allocator": np.where(is_none(candidates.allocator), allocator, candidates.allocator).astype(str),

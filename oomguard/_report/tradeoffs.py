@@ -71,7 +71,7 @@ def _with_measured(records: Sequence[Record], spec: Spec, table: pd.DataFrame) -
     rows = []
     for record in sorted(records, key=lambda record: record.started):
         if record.spec == spec:
-            allocator = record.candidate.allocator or ("steady" if record.device == "cpu" else "plain")
+            allocator = record.candidate.allocator or ("tight" if record.device == "cpu" else "system")
             own = msgspec.structs.asdict(record.candidate) | {"engine": record.engine or "", "allocator": allocator}
             values = (record.peak_bytes, record.seconds_per_step, record.tokens_per_second)
             figures = values if record.verdict.ran else (None, None, None)

@@ -74,8 +74,8 @@ def pieces_words(candidate: Candidate) -> str:
 def setting_words(candidate: Candidate) -> dict[str, str]:
     """The precision, and every other setting that is not at its default, by the name of the knob.
 
-    >>> list(setting_words(Candidate(microbatch=8, engine="onednn", threads=2, allocator="plain")).values())
-    ['fp32', 'engine onednn', '2 threads', 'allocator plain']
+    >>> list(setting_words(Candidate(microbatch=8, engine="onednn", threads=2, allocator="system")).values())
+    ['fp32', 'engine onednn', '2 threads', 'allocator system']
     """
     words = {name: knob.in_words(getattr(candidate, name)) for name, knob in KNOBS.items() if name not in SHAPE}
     return {name: text for name, text in words.items() if text}

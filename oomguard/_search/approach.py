@@ -13,6 +13,7 @@ import numpy as np
 
 from oomguard._core.units import MIB
 from oomguard._estimate.breakdown import Estimate, estimate_step
+from oomguard._estimate.malloc import heap_of
 from oomguard._predict import memory
 from oomguard._predict.calibration import Kind, Prediction, kind_of, same_model
 from oomguard._probe.record import Record
@@ -205,5 +206,5 @@ def _is_modest(state: State, kind: Kind, estimate: Estimate) -> bool:
         return True
     spare_bytes = max(0, state.problem.budget_bytes - int(estimate.terms["runtime"]))
     # a C heap without fixed thresholds can keep several times what is in use (3.5 times: an LSTM's logits in 2 chunks)
-    erratic = kind.allocator in ("plain", "roomy") and not state.problem.target.cuda
+    erratic = heap_of(kind.allocator, kind.engine) in ("system", "fast onednn") and not state.problem.target.cuda
     return float(memory.split(estimate)[1][0]) <= max(0 if erratic else SMALL_BYTES, spare_bytes // SAFE_SHARE)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from oomguard._core.units import MIB
 from oomguard._estimate.breakdown import Estimate, estimate_batch
-from oomguard._estimate.malloc import setting_of
+from oomguard._estimate.malloc import heap_of
 from oomguard._estimate.target import Target
 from oomguard._predict.calibration import Calibration, Kind, Predictions, heap_setting, kinds_of, same_model
 from oomguard._predict.fit import Floats
@@ -239,7 +239,7 @@ def repeated_bytes(record: Record, target: Target) -> int:
     """The peak that a candidate that has run may reach when it runs again, for longer."""
     assert record.peak_bytes is not None
     growth_bytes = record.peak_bytes - (record.runtime_bytes or 0)
-    share = float(repeat(record.candidate, heap_setting(record.candidate.allocator, target)))
+    share = float(repeat(record.candidate, heap_setting(record.candidate.allocator, record.engine, target)))
     return record.peak_bytes + round(share * growth_bytes) + REPEAT_BYTES
 
 
@@ -247,7 +247,7 @@ def may_repeat_bytes(table: CandidateTable) -> Floats:
     """CPU: the peaks that candidates that have not run may reach if they peak as expected, when they run again."""
     shares, peaks = np.zeros(len(table)), table.expected.peak_bytes
     for kind, rows in table.kinds.items():
-        shares = np.where(rows, repeat(table.candidates, setting_of(kind.allocator)), shares)
+        shares = np.where(rows, repeat(table.candidates, heap_of(kind.allocator, kind.engine)), shares)
     return peaks + shares * (peaks - table.runtime_bytes) + REPEAT_BYTES
 
 

@@ -35,11 +35,11 @@ FINE = 1.008
 """The ratio of neighbouring microbatches, if the aim is the largest."""
 SHARE = 0.02
 """From this share of the budget on, a term is worth a knob of its own."""
-HEAP_FOR = {"native": "pooled", "onednn": "roomy"}
-"""CPU: beside `steady`, the allocator setting with which an engine is fastest: it keeps the blocks of a step (PyTorch's
-own kernels) or of a whole segment (oneDNN; LSTM 128, T = 400, 2 threads: 63 ms a step in chunks, and 106 with glibc's
-moving thresholds; its peaks then vary). Vanilla RNNs have `steady` alone: elsewhere they creep up by a third. `plain`
-is neither fast nor repeatable, since its thresholds depend on what the process freed before."""
+HEAPS = ("tight", "fast")
+"""CPU: the allocators worth trying. `fast` keeps the blocks of a step (PyTorch's own kernels) or of a whole segment
+(oneDNN; LSTM 128, T = 400, 2 threads: 63 ms a step in chunks, and 106 with glibc's moving thresholds; its peaks then
+vary). Vanilla RNNs have `tight` alone: elsewhere they creep up by a third. `system` is neither fast nor repeatable,
+since its thresholds depend on what the process freed before."""
 SHORTEST_PIECE, SHORTEST_WINDOW = 8, 32
 """Steps of a segment and of a window: shorter ones take more time than they save memory."""
 WHOLE = {"segments": 1, "recompute": True, "levels": 1, "window": None}
@@ -117,10 +117,6 @@ def make_space(spec: Spec, target: Target, budget_bytes: int, choices: Choices) 
             values[name] = role.tries
     values |= {name: (value,) for name, value in fixed.items() if KNOBS[name].role.group != "shape"}
     settings = [dict(zip(values, combination, strict=True)) for combination in itertools.product(*values.values())]
-    if not target.cuda and "allocator" not in fixed:
-        settings = [
-            setting for setting in settings if setting["allocator"] in ("steady", HEAP_FOR.get(setting["engine"]))
-        ]
     return Space(settings=tuple(settings), choices=choices)
 
 
@@ -165,14 +161,14 @@ def _settings(spec: Spec, target: Target, choices: Choices) -> dict[str, tuple[A
     half = [name for name in ("bf16", "fp16") if name in choices.precisions and "precision" in choices.allow]
     precisions = ("fp32", *half[:1])
     if target.cuda:  # PyTorch's own kernels keep several times as much there: only if the user fixes them
-        allocators = ("plain", "expandable") if choices.expandable else ("plain",)
+        allocators = ("system", "expandable") if choices.expandable else ("system",)
         return {"engine": ("cudnn",), "precision": precisions, "threads": (None,), "allocator": allocators}
     cores = choices.cores
     return {
         "engine": ("onednn", "native") if spec.cell == "lstm" and spec.projection is None else ("native",),
         "precision": precisions,
         "threads": tuple(dict.fromkeys([cores, *([cores // 2] if cores >= 8 else []), 1])),
-        "allocator": ("steady",) if spec.cell == "rnn" else ("steady", *HEAP_FOR.values()),
+        "allocator": HEAPS[:1] if spec.cell == "rnn" else HEAPS,
     }
 
 

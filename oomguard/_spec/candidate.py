@@ -17,6 +17,7 @@ from oomguard._core.errors import (
     Bounds,
     Field,
     MisuseError,
+    Renamed,
     check_fields,
     check_names,
     check_whole,
@@ -30,7 +31,9 @@ from oomguard._spec.spec import MAX_BATCH, MAX_SEQ, Spec
 Precision = Literal["fp32", "bf16", "fp16"]
 Engine = Literal["cudnn", "onednn", "native"]
 Update = Literal["foreach", "fused", "loop"]
-Allocator = Literal["plain", "steady", "pooled", "roomy", "expandable"]
+Allocator = Literal["system", "tight", "fast", "expandable", "plain", "steady", "pooled", "roomy"]
+OLD_NAMES = {"plain": "system", "steady": "tight", "pooled": "fast", "roomy": "fast"}
+"""Names that allocators had in version 0.1, which are still read: every candidate has the present ones."""
 Keep = Literal["device", "host"]
 
 Group = Literal["shape", "setting", "loading"]
@@ -126,17 +129,18 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         bool, Role(lossy="8bit", tries=(False, True), words=lambda on: "8-bit optimizer state" * on)
     ] = False
     """Keep the optimizer's state in 8 bits; lossy."""
-    allocator: Annotated[Allocator | None, Role()] = None
-    """Memory allocator (default: steady on the CPU, plain on CUDA). `steady` (CPU) has fixed glibc thresholds: freed
-    memory returns to the system, which lowers the peak and makes it repeatable. `pooled` and `roomy` (CPU) have fixed
-    thresholds too, but keep freed blocks of less than 4 MiB and 32 MiB. `expandable` (CUDA) uses expandable segments.
-    `plain` changes nothing. A setting of the other device has no effect."""
+    allocator: Annotated[Allocator | None, Role(), Renamed(OLD_NAMES)] = None
+    """Memory allocator (default: tight on the CPU, system on CUDA). `tight` (CPU) has fixed glibc thresholds: freed
+    memory returns to the system, which lowers the peak and makes it repeatable. `fast` (CPU) has fixed thresholds too,
+    but keeps freed blocks of less than 4 MiB, or with oneDNN 32 MiB. `expandable` (CUDA) uses expandable segments.
+    `system` changes nothing. A setting of the other device has no effect."""
     workers: Annotated[int, Bounds(0, 128), _LOADING] = 0
     """Processes that load data."""
     prefetch: Annotated[int, Bounds(1, 32), _LOADING] = 2
     """Microbatches that each loading process prepares ahead."""
 
     def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "allocator", renew("allocator", self.allocator))
         check_fields(self)
         if self.window is not None and self.segments > 1:
             rule = "A candidate has either segments or a window"
@@ -275,6 +279,7 @@ def _column(name: str, values: Any) -> Any:
         values = values.item()
     check = KNOBS[name].field.check
     if not isinstance(values, np.ndarray | list | tuple):
+        values = renew(name, values)
         if not (name == "accumulation" and values is None):
             check(values)
         return values
@@ -288,12 +293,23 @@ def _column(name: str, values: Any) -> Any:
         array, distinct = np.empty(0), set()
     if array.ndim != 1 or not array.size:
         raise wrong(name, "one value or a 1-D array of at least one", values, "Flatten it, or leave it out.")
+    if name == "allocator" and distinct & OLD_NAMES.keys():
+        return _column(name, [renew(name, value) for value in array.tolist()])
     mixed = len(given) < len(array)
     for value in [*distinct, *([None] if mixed else [])]:
         check(value)
     if mixed:
         return array
     return typed.astype(np.int64) if typed.dtype.kind in "iu" else typed
+
+
+def renew(name: str, value: Any) -> Any:
+    """A value of a knob, with the present name if it is an allocator with a name of version 0.1.
+
+    >>> renew("allocator", "steady"), renew("allocator", "fast"), renew("engine", "native")
+    ('tight', 'fast', 'native')
+    """
+    return OLD_NAMES.get(value, value) if name == "allocator" and isinstance(value, str) else value
 
 
 def is_none(values: Any) -> NDArray[np.bool_]:

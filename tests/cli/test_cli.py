@@ -182,18 +182,23 @@ def test_every_knob_has_a_flag(capsys: Capture) -> None:
 
 def test_every_flag_reaches_its_field(capsys: Capture) -> None:
     knobs = "--microbatch 4 --accumulation 8 --precision bf16 --segments 3 --engine native --threads 2"
-    more = "--levels 2 --keep host --offload --update fused --state-8bit --allocator plain --workers 3 --prefetch 5"
+    more = "--levels 2 --keep host --offload --update fused --state-8bit --allocator system --workers 3 --prefetch 5"
     found = document(capsys, f"{LSTM} {knobs} {more}")["candidate"]
     wanted = {"microbatch": 4, "accumulation": 8, "precision": "bf16", "segments": 3, "recompute": True}
     wanted |= {"engine": "native", "threads": 2, "offload": True, "update": "fused", "state_8bit": True}
     assert found == wanted | {
-        "allocator": "plain",
+        "allocator": "system",
         "workers": 3,
         "prefetch": 5,
         "window": None,
         "levels": 2,
         "keep": "host",
     }
+
+
+def test_an_old_name_of_an_allocator_is_taken_and_not_shown(capsys: Capture) -> None:
+    assert document(capsys, f"{LSTM} --allocator steady")["candidate"]["allocator"] == "tight"
+    assert "steady" not in help_of(next(flag for flag in CANDIDATE if flag.name == "allocator"))
 
 
 def test_the_flag_that_turns_a_default_off_reaches_its_field(capsys: Capture) -> None:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from device.child import BIG_BYTES, PRELUDE, child, numbers
@@ -166,23 +167,24 @@ def test_a_process_that_is_gone_is_not_watched() -> None:
 # what a candidate asks for
 
 
-@pytest.mark.parametrize("allocator", [None, "steady", "expandable"])
-def test_unless_another_is_asked_for_the_allocator_is_steady(allocator: str | None) -> None:
-    assert Cpu().environment(Candidate(microbatch=1, allocator=allocator)) == ENVIRONMENT["steady"]  # type: ignore[arg-type]
+@pytest.mark.parametrize("allocator", [None, "tight", "expandable"])
+def test_unless_another_is_asked_for_the_allocator_is_tight(allocator: Any) -> None:
+    assert Cpu().environment(Candidate(microbatch=1, allocator=allocator), "native") == ENVIRONMENT["tight"]
 
 
-def test_a_plain_allocator_needs_no_environment() -> None:
-    assert Cpu().environment(Candidate(microbatch=1, allocator="plain")) == {}
+def test_the_systems_allocator_needs_no_environment() -> None:
+    assert Cpu().environment(Candidate(microbatch=1, allocator="system"), "native") == {}
 
 
-def test_a_pooled_allocator_has_thresholds_of_its_own() -> None:
-    assert Cpu().environment(Candidate(microbatch=1, allocator="pooled")) == ENVIRONMENT["pooled"]
+@pytest.mark.parametrize("engine", ["native", "onednn"])
+def test_a_fast_allocator_has_thresholds_for_the_engine(engine: str) -> None:
+    assert Cpu().environment(Candidate(microbatch=1, allocator="fast"), engine) == ENVIRONMENT[f"fast {engine}"]
 
 
 def test_the_environment_reaches_glibc() -> None:
     code = "kept = [bytes(100_000) + b'x' for _ in range(2000)]; last = bytes(100_000) + b'x'; kept.clear(); "
     code += "print(cpu.reading().peak_bytes - cpu.reading().now_bytes)"
-    environment = Cpu().environment(Candidate(microbatch=1))
+    environment = Cpu().environment(Candidate(microbatch=1), "native")
     assert numbers("cpu.reset(); " + code, **environment)[0] > 150 * MIB
 
 

@@ -213,7 +213,8 @@ def test_the_engine_is_switched_in_the_running_process(cuda: Cuda, engine: str |
 def test_the_users_settings_reach_the_allocator_with_ours() -> None:
     own = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64", "PYTORCH_ALLOC_CONF": "max_split_size_mb:128"}
     code = "from oomguard._device.cuda import Cuda; from oomguard._spec.candidate import Candidate; "
-    code += "print(Cuda(0).environment(Candidate(microbatch=1, allocator='expandable'))['PYTORCH_CUDA_ALLOC_CONF'])"
+    code += "candidate = Candidate(microbatch=1, allocator='expandable'); "
+    code += "print(Cuda(0).environment(candidate, 'cudnn')['PYTORCH_CUDA_ALLOC_CONF'])"
     settings = child(code, **own)
     both = dict.fromkeys(own, settings)
     found = child("import torch; print(torch._C._accelerator_getAllocatorSettings())", **both)

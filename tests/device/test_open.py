@@ -3,6 +3,7 @@
 import os
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pynvml
 import pytest
@@ -133,9 +134,9 @@ def test_the_library_is_named_with_its_version(plain: pytest.MonkeyPatch, number
 # the environment
 
 
-@pytest.mark.parametrize("allocator", [None, "plain", "steady"])
-def test_only_expandable_segments_need_an_environment(allocator: str | None) -> None:
-    assert Cuda(0).environment(Candidate(microbatch=1, allocator=allocator)) == {}  # type: ignore[arg-type]
+@pytest.mark.parametrize("allocator", [None, "system", "tight"])
+def test_only_expandable_segments_need_an_environment(allocator: Any) -> None:
+    assert Cuda(0).environment(Candidate(microbatch=1, allocator=allocator), "cudnn") == {}
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,7 @@ def test_expandable_segments_are_added_to_the_users_settings(
         plain.delenv(name, raising=False)
     for name, value in own.items():
         plain.setenv(name, value)
-    found = Cuda(0).environment(Candidate(microbatch=1, allocator="expandable"))
+    found = Cuda(0).environment(Candidate(microbatch=1, allocator="expandable"), "cudnn")
     assert found == dict.fromkeys(SETTINGS, wanted)
 
 

@@ -38,7 +38,7 @@ def test_onednn_needs_wider_rows_for_inputs_wider_than_the_state() -> None:
 
 @pytest.mark.parametrize("cell", ["rnn", "gru", "lstm"])
 def test_native_blocks_under_the_threshold_stay_in_the_heap(cell: str) -> None:
-    rows = THRESHOLD_BYTES["steady"] // (4 * 128)
+    rows = THRESHOLD_BYTES["tight"] // (4 * 128)
     small = native.footprint(Call(cell=cell, steps=10, rows=1, tokens=10, inputs=8, hidden=128))
     large = native.footprint(Call(cell=cell, steps=10, rows=rows, tokens=10 * rows, inputs=8, hidden=128))
     assert small.kept == 0
@@ -54,13 +54,13 @@ def test_native_memory_has_a_cost_per_step_beside_the_cost_per_token(cell: str) 
 
 
 def test_on_cuda_nothing_is_in_the_c_heap() -> None:
-    foot = native.footprint(Call(cell="gru", steps=10, rows=1, tokens=10, inputs=8, hidden=16), allocator="cuda")
+    foot = native.footprint(Call(cell="gru", steps=10, rows=1, tokens=10, inputs=8, hidden=16), heap="cuda")
     assert foot.heap == 0
 
 
-def test_plain_glibc_keeps_blocks_of_megabytes_in_the_heap() -> None:
-    assert in_heap(1 << 20, "plain")
-    assert not in_heap(1 << 20, "steady")
+def test_glibc_itself_keeps_blocks_of_megabytes_in_the_heap() -> None:
+    assert in_heap(1 << 20, "system")
+    assert not in_heap(1 << 20, "tight")
 
 
 def test_mapped_blocks_are_whole_pages() -> None:
@@ -84,31 +84,31 @@ for _ in range(2):  # the second round finds the threshold raised, unless it is 
         libc.free(block)
 print(resident() - before)
 """
-"""What is left of blocks of 1 MiB, freed in the order in which plain glibc raises its threshold."""
+"""What is left of blocks of 1 MiB, freed in the order in which glibc itself raises its threshold."""
 
 
-def left_bytes(setting: str) -> int:
+def left_bytes(heap: str) -> int:
     done = subprocess.run(
-        [sys.executable, "-c", LEFT], env=ENVIRONMENT[setting], capture_output=True, text=True, check=True
+        [sys.executable, "-c", LEFT], env=ENVIRONMENT[heap], capture_output=True, text=True, check=True
     )
     return int(done.stdout)
 
 
-def test_the_steady_setting_gives_freed_memory_back() -> None:
-    assert left_bytes("steady") < 2 << 20
+def test_the_tight_heap_gives_freed_memory_back() -> None:
+    assert left_bytes("tight") < 2 << 20
 
 
-def test_the_pooled_setting_keeps_it_and_uses_it_again() -> None:
-    assert 39 << 20 < left_bytes("pooled") < 45 << 20
+def test_the_fast_heap_keeps_it_and_uses_it_again() -> None:
+    assert 39 << 20 < left_bytes("fast native") < 45 << 20
 
 
-def test_pooled_blocks_of_a_step_are_in_the_heap_and_larger_ones_are_not() -> None:
-    assert in_heap(1 << 20, "pooled")
-    assert not in_heap(4 << 20, "pooled")
+def test_blocks_of_a_step_are_in_the_fast_heap_and_larger_ones_are_not() -> None:
+    assert in_heap(1 << 20, "fast native")
+    assert not in_heap(4 << 20, "fast native")
 
 
 @pytest.mark.parametrize("cell", ["rnn", "gru", "lstm"])
-def test_what_a_step_keeps_is_in_the_pooled_heap(cell: str) -> None:
+def test_what_a_step_keeps_is_in_the_fast_heap(cell: str) -> None:
     call = Call(cell=cell, steps=10, rows=512, tokens=5120, inputs=8, hidden=128)
-    assert native.footprint(call, allocator="steady").kept > 0
-    assert native.footprint(call, allocator="pooled").kept == 0
+    assert native.footprint(call, heap="tight").kept > 0
+    assert native.footprint(call, heap="fast native").kept == 0

@@ -42,7 +42,7 @@ def asked(draw: st.DrawFn) -> tuple[Spec, Candidate]:
         "precision": draw(st.sampled_from(["fp32", "bf16", "fp16"])),
         "engine": draw(st.sampled_from([None, "native"])),
         "update": draw(st.sampled_from(["foreach", "fused", "loop"])),
-        "allocator": draw(st.sampled_from([None, "plain"])),
+        "allocator": draw(st.sampled_from([None, "system"])),
         "recompute": draw(st.booleans()),
         "offload": draw(st.booleans()),
         "workers": draw(st.integers(0, 128)),

@@ -61,8 +61,8 @@ def make(problem: Problem, records: list[Record], **more: Any) -> Plan | None:
     return make_plan(replace(result, **more), environment, exports)
 
 
-def exports(candidate: Candidate) -> dict[str, str]:
-    return {"MALLOC_OF_": str(candidate.allocator)}
+def exports(candidate: Candidate, engine: str) -> dict[str, str]:
+    return {"MALLOC_OF_": f"{candidate.allocator} {engine}"}
 
 
 @cache

@@ -144,9 +144,9 @@ def test_sequences_of_one_length_have_no_padding(length: int, microbatch: int) -
     assert padding({length: 7}, microbatch) == pytest.approx(0)
 
 
-@pytest.mark.parametrize("allocator", ["plain", "pooled"])
+@pytest.mark.parametrize("allocator", ["system", "fast"])
 def test_an_allocator_that_keeps_what_is_freed_hears_of_the_steady_one(allocator: str) -> None:
-    assert about("--allocator steady", advice(cell="gru", seq=10_000, allocator=allocator))
+    assert about("--allocator tight", advice(cell="gru", seq=10_000, allocator=allocator))
 
 
 def test_batch_first_hears_what_its_copies_cost() -> None:

@@ -22,7 +22,7 @@ from oomguard._spec.candidate import make_candidate
 from oomguard._spec.spec import Spec
 
 GRU = Spec(cell="gru", seq=1000, hidden=128, batch=64)
-FIXED: dict[str, Any] = {"threads": 2, "allocator": "steady"}
+FIXED: dict[str, Any] = {"threads": 2, "allocator": "tight"}
 
 
 @pytest.fixture
@@ -31,6 +31,10 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
 
 
 # questions
+
+
+def test_a_fixed_allocator_of_version_0_1_has_its_present_name() -> None:
+    assert Question(spec=GRU, fixed={"allocator": "roomy", "threads": 1}).fixed == {"allocator": "fast", "threads": 1}
 
 
 @pytest.mark.parametrize(

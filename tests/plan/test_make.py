@@ -81,7 +81,7 @@ def test_the_estimate_is_that_of_the_candidate(name: str) -> None:
 @each
 def test_plain_is_the_whole_batch_at_once_in_fp32(name: str) -> None:
     problem, _, plan = searched(name)
-    usual = make_candidate(problem.spec, allocator="plain" if problem.target.cuda else "steady")
+    usual = make_candidate(problem.spec, allocator="system" if problem.target.cuda else "tight")
     assert plan.plain.estimate == figures(estimate_step(problem.spec, usual, problem.target))
     safe_bytes = plan.plain.expected.peak_bytes + plan.plain.expected.margin_bytes
     assert plan.plain.fits == (safe_bytes <= problem.budget_bytes)
@@ -89,7 +89,7 @@ def test_plain_is_the_whole_batch_at_once_in_fp32(name: str) -> None:
 
 def test_plain_is_timed_with_all_cores_and_the_allocator_as_it_comes() -> None:
     problem, records, plan = searched("lstm in 20 GiB")
-    usual = make_candidate(problem.spec, allocator="plain", threads=2)
+    usual = make_candidate(problem.spec, allocator="system", threads=2)
     found = Calibration(problem.spec, records, problem.target).predict(
         estimate_step(problem.spec, usual, problem.target)
     )
@@ -104,7 +104,7 @@ def test_plain_fits_where_there_is_room_and_does_not_where_there_is_not() -> Non
 @each
 def test_the_exports_are_those_of_the_candidate(name: str) -> None:
     plan = searched(name)[2]
-    assert plan.exports == {"MALLOC_OF_": str(plan.candidate.allocator)}
+    assert plan.exports == {"MALLOC_OF_": f"{plan.candidate.allocator} {plan.estimate.engine}"}
 
 
 # lossy knobs
@@ -127,7 +127,7 @@ def test_an_exact_plan_bought_nothing() -> None:
 
 def test_a_window_without_which_nothing_fits_has_nothing_beside_it() -> None:
     spec = Spec(cell="lstm", seq=20_000, hidden=512, batch=1)
-    fixed = {"threads": 1, "segments": 1, "engine": "onednn", "allocator": "steady"}
+    fixed = {"threads": 1, "segments": 1, "engine": "onednn", "allocator": "tight"}
     problem = make_problem(spec, 430 * MIB, allow=("window",), fixed=fixed)
     plan = make(problem, [])
     assert plan is not None
@@ -165,7 +165,7 @@ def test_if_nothing_fits_there_is_no_plan() -> None:
 
 def test_what_ran_out_of_memory_is_counted() -> None:
     problem, records, _ = searched("gru in 420 MiB")
-    out: list[Record] = [Machine().run(GRU, make_candidate(GRU, allocator="plain"), 1)]
+    out: list[Record] = [Machine().run(GRU, make_candidate(GRU, allocator="system"), 1)]
     plan = make(problem, [*records, *out])
     assert plan is not None
     assert out[0].verdict is Verdict.OOM
@@ -182,7 +182,7 @@ def worth(point: Point, aims: tuple[str, ...]) -> tuple[float, ...]:
 
 @pytest.mark.parametrize("aims", [("throughput", "seq"), ("microbatch", "throughput")], ids=str)
 def test_no_point_of_a_front_beats_another_and_all_fit(aims: tuple[str, ...]) -> None:
-    problem = make_problem(GRU, 420 * MIB, maximize=aims, fixed={"threads": 2, "allocator": "steady"})
+    problem = make_problem(GRU, 420 * MIB, maximize=aims, fixed={"threads": 2, "allocator": "tight"})
     plan = make(problem, [*searched("gru in 420 MiB")[1]])
     assert plan is not None
     assert len(plan.front) > ("seq" in aims)  # the largest microbatch may be the fastest too
@@ -208,7 +208,7 @@ def test_the_chosen_candidate_has_one_time_in_the_plan_and_in_its_front(aims: tu
 
 def test_probes_that_told_no_time_give_none_to_anything() -> None:
     problem = make_problem(GRU, 420 * MIB, maximize=("throughput", "microbatch"))
-    ran = Machine().run(GRU, make_candidate(GRU, threads=2, engine="native", allocator="steady"), 1)
+    ran = Machine().run(GRU, make_candidate(GRU, threads=2, engine="native", allocator="tight"), 1)
     late = {"verdict": Verdict.TIMEOUT, "steps": 0, "seconds_per_step": None, "fastest_pass_seconds": None}
     plan = make(problem, [msgspec.structs.replace(ran, tokens_per_second=None, **late)])
     assert plan is not None
@@ -223,7 +223,7 @@ def test_with_one_aim_there_is_no_front() -> None:
 
 @pytest.mark.parametrize("aim", ["microbatch", "seq"])
 def test_the_first_aim_names_the_plan(aim: str) -> None:
-    problem = make_problem(GRU, 420 * MIB, maximize=(aim,), fixed={"threads": 1, "allocator": "steady"})
+    problem = make_problem(GRU, 420 * MIB, maximize=(aim,), fixed={"threads": 1, "allocator": "tight"})
     plan = make(problem, solve(Machine(), problem))
     fastest = searched("gru in 420 MiB")[2]
     assert plan is not None
@@ -286,7 +286,7 @@ def test_sequences_of_two_lengths_that_are_never_mixed_have_no_padding() -> None
 
 
 def test_longer_sequences_than_there_are_have_no_buckets() -> None:
-    assert bucketed(maximize=("seq",), fixed={"threads": 1, "allocator": "steady"}).buckets == ()
+    assert bucketed(maximize=("seq",), fixed={"threads": 1, "allocator": "tight"}).buckets == ()
 
 
 # cached records

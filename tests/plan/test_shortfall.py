@@ -21,7 +21,7 @@ from oomguard._search.space import Problem
 from oomguard._spec.spec import Spec
 
 LSTM = Spec(cell="lstm", seq=20_000, hidden=512)
-ONE_PIECE: dict[str, Any] = {"segments": 1, "threads": 1, "allocator": "steady", "engine": "onednn", "microbatch": 4}
+ONE_PIECE: dict[str, Any] = {"segments": 1, "threads": 1, "allocator": "tight", "engine": "onednn", "microbatch": 4}
 HOPELESS: dict[str, Any] = {"cell": "lstm", "seq": 20_000, "hidden": 512, "device": "t4"}
 
 

@@ -24,7 +24,7 @@ SPEC = Spec(cell="lstm", seq=2000, hidden=128)
 
 def records_of(machine: Machine, spec: Spec = SPEC, steps: tuple[int, ...] = (200, 400)) -> list[Record]:
     return [
-        machine.run(short, make_candidate(short, microbatch=rows, allocator="steady"), 1 << 40)
+        machine.run(short, make_candidate(short, microbatch=rows, allocator="tight"), 1 << 40)
         for short in (msgspec.structs.replace(spec, seq=count) for count in steps)
         for rows in (8, 32)
     ]
@@ -33,7 +33,7 @@ def records_of(machine: Machine, spec: Spec = SPEC, steps: tuple[int, ...] = (20
 @pytest.mark.parametrize("ratio", [0.92, 1.0, 1.08])
 def test_after_four_records_the_peak_is_predicted_to_two_percent_and_within_its_margin(ratio: float) -> None:
     machine = Machine(ratio=ratio)
-    candidate = make_candidate(SPEC, allocator="steady")
+    candidate = make_candidate(SPEC, allocator="tight")
     found = Calibration(SPEC, records_of(machine), CPU).predict(estimate_step(SPEC, candidate, CPU))[0]
     true = machine.peak_bytes(SPEC, candidate)
     assert abs(found.peak_bytes / true - 1) < 0.02
@@ -41,11 +41,11 @@ def test_after_four_records_the_peak_is_predicted_to_two_percent_and_within_its_
 
 
 def test_without_records_the_margin_is_that_of_the_bare_estimate() -> None:
-    estimate = estimate_step(SPEC, make_candidate(SPEC, allocator="steady"), CPU)
+    estimate = estimate_step(SPEC, make_candidate(SPEC, allocator="tight"), CPU)
     found = Calibration(SPEC, [], CPU).predict(estimate)[0]
     assert found.peak_bytes == pytest.approx(estimate.total_bytes, rel=1e-9)
     share = found.margin_bytes / estimate.growth_bytes
-    assert MARGIN_PERCENT["steady"] / 100 == pytest.approx(share, abs=0.03)
+    assert MARGIN_PERCENT["tight"] / 100 == pytest.approx(share, abs=0.03)
 
 
 def test_the_margin_shrinks_with_records_and_grows_with_the_distance_from_them() -> None:
@@ -53,7 +53,7 @@ def test_the_margin_shrinks_with_records_and_grows_with_the_distance_from_them()
     share = {}
     for name, records in (("none", []), ("some", records_of(Machine()))):
         for spec in (near, far):
-            estimate = estimate_step(spec, make_candidate(spec, allocator="steady"), CPU)
+            estimate = estimate_step(spec, make_candidate(spec, allocator="tight"), CPU)
             found = Calibration(spec, records, CPU).predict(estimate)[0]
             share[name, spec.steps] = found.margin_bytes / estimate.growth_bytes
     assert share["some", 800] < 0.6 * share["none", 800]
@@ -61,7 +61,7 @@ def test_the_margin_shrinks_with_records_and_grows_with_the_distance_from_them()
 
 
 def on_card_of(ratio: float, spec: Spec, **knobs: Any) -> Record:
-    return Machine(ratio=ratio, target=CARD).run(spec, make_candidate(spec, allocator="plain", **knobs), 1 << 40)
+    return Machine(ratio=ratio, target=CARD).run(spec, make_candidate(spec, allocator="system", **knobs), 1 << 40)
 
 
 @pytest.mark.parametrize("ratio", [0.85, 1.6])
@@ -70,7 +70,7 @@ def test_on_a_card_two_segments_tell_what_five_of_their_length_reserve(ratio: fl
     short, whole = (Spec(cell="rnn", seq=steps, hidden=256, batch=64) for steps in (2400, 6000))
     others = [on_card_of(1.0, Spec(cell="rnn", seq=1500, hidden=256, batch=64), segments=4, recompute=False)]
     records = [*others, on_card_of(ratio, short, segments=2)]
-    candidate = make_candidate(whole, segments=5, allocator="plain")
+    candidate = make_candidate(whole, segments=5, allocator="system")
     found = Calibration(whole, records, CARD).predict(estimate_step(whole, candidate, CARD))[0]
     true = Machine(ratio=ratio, target=CARD).peak_bytes(whole, candidate)
     assert found.peak_bytes == pytest.approx(true, rel=0.03)
@@ -82,14 +82,14 @@ def test_on_a_card_the_longer_of_two_records_tells_more() -> None:
     records = [
         on_card_of(ratio, msgspec.structs.replace(whole, seq=steps)) for steps, ratio in ((2000, 1.3), (3500, 1.1))
     ]
-    candidate = make_candidate(whole, allocator="plain")
+    candidate = make_candidate(whole, allocator="system")
     found = Calibration(whole, records, CARD).predict(estimate_step(whole, candidate, CARD))[0]
     assert found.peak_bytes == pytest.approx(Machine(ratio=1.1, target=CARD).peak_bytes(whole, candidate), rel=0.05)
 
 
 def test_on_a_card_another_model_corrects_hardly_and_does_not_widen_the_margin() -> None:
     spec, other = (Spec(cell="gru", seq=4000, hidden=hidden) for hidden in (512, 256))
-    estimate = estimate_step(spec, make_candidate(spec, allocator="plain"), CARD)
+    estimate = estimate_step(spec, make_candidate(spec, allocator="system"), CARD)
     none, others = (Calibration(spec, some, CARD).predict(estimate)[0] for some in ([], [on_card_of(1.6, other)]))
     assert none.peak_bytes <= others.peak_bytes < 1.15 * none.peak_bytes
     assert others.margin_bytes <= 1.15 * none.margin_bytes
@@ -97,8 +97,8 @@ def test_on_a_card_another_model_corrects_hardly_and_does_not_widen_the_margin()
 
 def test_records_of_another_engine_do_not_correct() -> None:
     spec = msgspec.structs.replace(SPEC, seq=400)
-    native = [Machine(ratio=1.5).run(spec, make_candidate(spec, engine="native", allocator="steady"), 1 << 40)]
-    estimate = estimate_step(SPEC, make_candidate(SPEC, engine="onednn", allocator="steady"), CPU)
+    native = [Machine(ratio=1.5).run(spec, make_candidate(spec, engine="native", allocator="tight"), 1 << 40)]
+    estimate = estimate_step(SPEC, make_candidate(SPEC, engine="onednn", allocator="tight"), CPU)
     assert Calibration(SPEC, native, CPU).predict(estimate)[0].peak_bytes == pytest.approx(
         estimate.total_bytes, rel=1e-3
     )
@@ -106,7 +106,7 @@ def test_records_of_another_engine_do_not_correct() -> None:
 
 def test_records_of_another_model_correct_a_little() -> None:
     other = msgspec.structs.replace(SPEC, hidden=256)
-    estimate = estimate_step(SPEC, make_candidate(SPEC, allocator="steady"), CPU)
+    estimate = estimate_step(SPEC, make_candidate(SPEC, allocator="tight"), CPU)
     own, others, none = (
         Calibration(SPEC, records, CPU).predict(estimate)[0]
         for records in (records_of(Machine(ratio=1.1)), records_of(Machine(ratio=1.1), other), [])
@@ -121,12 +121,12 @@ def test_a_record_without_a_measured_step_counts_nothing() -> None:
 
 
 def ran_out(spec: Spec, reached_bytes: int) -> Record:
-    refused = Machine().run(spec, make_candidate(spec, allocator="steady"), 1)
+    refused = Machine().run(spec, make_candidate(spec, allocator="tight"), 1)
     return msgspec.structs.replace(refused, peak_bytes=reached_bytes)
 
 
 def test_what_ran_out_needs_at_least_what_it_reached() -> None:
-    candidate, records = make_candidate(SPEC, allocator="steady"), records_of(Machine())
+    candidate, records = make_candidate(SPEC, allocator="tight"), records_of(Machine())
     estimate = estimate_step(SPEC, candidate, CPU)
     before = Calibration(SPEC, records, CPU).predict(estimate)[0]
     reached_bytes = round(1.1 * before.peak_bytes)
@@ -136,7 +136,7 @@ def test_what_ran_out_needs_at_least_what_it_reached() -> None:
 
 
 def test_what_ran_out_early_does_not_lower_a_prediction() -> None:
-    candidate, records = make_candidate(SPEC, allocator="steady"), records_of(Machine())
+    candidate, records = make_candidate(SPEC, allocator="tight"), records_of(Machine())
     estimate = estimate_step(SPEC, candidate, CPU)
     before = Calibration(SPEC, records, CPU).predict(estimate)[0]
     early = ran_out(SPEC, round(0.6 * before.peak_bytes))
@@ -166,7 +166,7 @@ def test_one_time_that_is_far_off_does_little() -> None:
 
 def test_arrays_of_candidates_get_the_figures_that_each_has_alone() -> None:
     calibration = Calibration(SPEC, records_of(Machine(ratio=1.1, effects={0: 0.3})), CPU)
-    knobs = {"segments": np.array([1, 8, 8]), "engine": np.array(["onednn", "native", "onednn"]), "allocator": "steady"}
+    knobs = {"segments": np.array([1, 8, 8]), "engine": np.array(["onednn", "native", "onednn"]), "allocator": "tight"}
     many = serve(SPEC, Candidates(microbatch=np.array([32, 16, 4]), **knobs))
     together = calibration.predict(estimate_batch(SPEC, many, CPU))
     for index in range(3):
@@ -203,7 +203,7 @@ def test_the_nearer_a_place_the_more_it_is_like_what_was_measured() -> None:
 def test_where_the_heap_falls_to_pieces_the_margin_stays_wide_after_calibration(segments: int) -> None:
     """Of a vanilla RNN in 2 segments, a row of the benchmark peaked 13 % over what two shorter ones led to expect."""
     spec = Spec(cell="rnn", seq=10_000, hidden=32, layers=1, batch=4)
-    candidate = make_candidate(spec, segments=segments, allocator="steady")
+    candidate = make_candidate(spec, segments=segments, allocator="tight")
     records = [Machine().run(*shorten(spec, candidate, steps), 1 << 40) for steps in (2500, 5000)]
     expected = Calibration(spec, records, CPU).predict(estimate_step(spec, candidate))[0]
     growth_bytes = expected.peak_bytes - CPU.runtime_bytes
@@ -213,7 +213,7 @@ def test_where_the_heap_falls_to_pieces_the_margin_stays_wide_after_calibration(
 def test_in_a_heap_that_keeps_what_is_freed_chunks_err_less_than_what_is_computed_again() -> None:
     shares = []
     for recompute in (False, True):
-        knobs = {"engine": "native", "allocator": "pooled", "segments": 4, "recompute": recompute}
+        knobs = {"engine": "native", "allocator": "fast", "segments": 4, "recompute": recompute}
         short = msgspec.structs.replace(SPEC, seq=500)
         record = Machine().run(short, make_candidate(short, **knobs), 1 << 40)
         peak, margin = Calibration(SPEC, [record], CPU).predict_memory(
@@ -223,10 +223,10 @@ def test_in_a_heap_that_keeps_what_is_freed_chunks_err_less_than_what_is_compute
     assert 1.5 * shares[0] < shares[1]
 
 
-def test_a_setting_of_cards_counts_as_steady_on_the_cpu() -> None:
+def test_a_setting_of_cards_counts_as_tight_on_the_cpu() -> None:
     found = [
         Calibration(SPEC, [], CPU).predict_memory(estimate_step(SPEC, make_candidate(SPEC, allocator=one), CPU))
-        for one in ("expandable", "steady", None)
+        for one in ("expandable", "tight", None)
     ]
     assert found[0] == found[1] == found[2]
 
@@ -236,7 +236,7 @@ NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
 def timed(pieces: int, after_seconds: float, slower: float = 1.0, device: str = "cpu") -> Record:
     """Some pieces, at a moment at which all is so much slower."""
-    record = Machine().run(SPEC, make_candidate(SPEC, segments=pieces, threads=1, allocator="steady"), 1 << 40)
+    record = Machine().run(SPEC, make_candidate(SPEC, segments=pieces, threads=1, allocator="tight"), 1 << 40)
     seconds = slower * (record.seconds_per_pass or 0.0)
     started = (NOON + timedelta(seconds=after_seconds)).isoformat()
     more: dict[str, Any] = {"seconds_per_pass": seconds, "fastest_pass_seconds": 0.97 * seconds, "passes": 9}

@@ -193,7 +193,7 @@ def test_a_request_that_cannot_be_read_is_answered_and_the_next_one_too() -> Non
         [sys.executable, "-c", program + "main(os.getppid(), True)"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=os.environ | Cpu().environment(request.candidate),
+        env=os.environ | Cpu().environment(request.candidate, request.engine),
     )
     assert child.stdin is not None
     assert child.stdout is not None

@@ -91,7 +91,7 @@ def test_without_fixed_thresholds_of_the_heap_what_is_smaller_gets_a_new_child(s
     """Larger blocks raise the thresholds, and nothing lowers them."""
     pids, peaks = [], []
     for rows in (8, 8, 16, 8):
-        record = shared.probe(GRU, one_thread(GRU, microbatch=rows, allocator="plain"))
+        record = shared.probe(GRU, one_thread(GRU, microbatch=rows, allocator="system"))
         assert record.verdict is Verdict.FITS
         pids.append(shared.pid)
         peaks.append(record.peak_bytes)

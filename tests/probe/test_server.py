@@ -41,14 +41,14 @@ def test_each_kind_of_step_is_warmed_up_once() -> None:
 @pytest.mark.parametrize(
     ("left_bytes", "left_committed_bytes", "allocator", "limited", "as_new"),
     [
-        (0, 0, "steady", True, True),
-        (-MIB, -MIB, "steady", True, True),
-        (LEFT_BYTES, LEFT_COMMITTED_BYTES, "steady", True, True),
+        (0, 0, "tight", True, True),
+        (-MIB, -MIB, "tight", True, True),
+        (LEFT_BYTES, LEFT_COMMITTED_BYTES, "tight", True, True),
         (LEFT_BYTES + 1, 0, None, True, False),
-        (LEFT_BYTES + 1, 0, "plain", True, True),
-        (2 * LEFT_BYTES + 1, 0, "plain", True, False),
-        (0, LEFT_COMMITTED_BYTES + 1, "steady", True, False),
-        (0, LEFT_COMMITTED_BYTES + 1, "plain", False, True),
+        (LEFT_BYTES + 1, 0, "system", True, True),
+        (2 * LEFT_BYTES + 1, 0, "system", True, False),
+        (0, LEFT_COMMITTED_BYTES + 1, "tight", True, False),
+        (0, LEFT_COMMITTED_BYTES + 1, "system", False, True),
     ],
 )
 def test_a_child_is_as_new_if_next_to_nothing_is_left(

@@ -22,6 +22,7 @@ from oomguard._report.grid import fields_for, read_over, read_text
         ("dropout=0.1,.5", "dropout", [0.1, 0.5]),
         ("layer-norm=true", "layer_norm", [True]),
         ("model=lstm,gru", "cell", ["lstm", "gru"]),
+        ("allocator=steady,pooled,fast", "allocator", ["tight", "fast"]),
     ],
 )
 def test_a_text_gives_a_name_and_its_values(text: str, name: str, values: list[Any]) -> None:

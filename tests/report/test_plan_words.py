@@ -54,7 +54,7 @@ def test_the_result_comes_first_and_is_short() -> None:
     first = summarize(measured())[0]
     assert first.title == "Plan for lstm 64 → 256 × 2 layers, T = 10,000, batch 32 on a100-80gb"
     assert first.sentences == (
-        "Microbatch 32 × 1 pass, fp32, engine cudnn, allocator plain.",
+        "Microbatch 32 × 1 pass, fp32, engine cudnn, allocator system.",
         "Peak 618.00 MiB of 79.14 GiB (measured, 1 pass at full length), 21.5 s per step, 1.49 sequences/s.",
         "Plain PyTorch would need 6.23 GiB: it fits too.",
     )
@@ -151,7 +151,7 @@ def test_knobs_that_differ_are_told_record_by_record() -> None:
     found = titled(msgspec.structs.replace(plan, records=(*plan.records, other)), "Evidence")
     assert found.table is not None
     assert "other knobs" in found.table.header
-    assert found.sentences[-1] == "All of them: engine cudnn, allocator plain."
+    assert found.sentences[-1] == "All of them: engine cudnn, allocator system."
 
 
 @pytest.mark.parametrize("ended", ENDED)

@@ -26,7 +26,7 @@ LSTM = Spec(cell="lstm", seq=500, hidden=128)
 
 def record_of(machine: Machine | None = None, spec: Spec = LSTM, **changes: Any) -> Record:
     knobs = {name: changes.pop(name) for name in ("engine", "precision", "microbatch") if name in changes}
-    candidate = make_candidate(spec, **{"allocator": "steady", "threads": 1} | knobs)
+    candidate = make_candidate(spec, **{"allocator": "tight", "threads": 1} | knobs)
     record = (machine or Machine()).run(spec, candidate, 1 << 40)
     return msgspec.structs.replace(record, **changes)
 
@@ -167,7 +167,7 @@ def test_a_search_drops_what_its_records_contradict_and_keeps_them_instead(
         kept.add(record_of(wrong, spec, microbatch=rows))
     rig = Rig().install(monkeypatch)
     # of the kind that was kept: records of one allocator setting say nothing of another one's peaks
-    problem = make_problem(spec, 2 * GIB, fixed={"allocator": "steady"}, cached=tuple(kept.read(spec)))
+    problem = make_problem(spec, 2 * GIB, fixed={"allocator": "tight"}, cached=tuple(kept.read(spec)))
     found = make_search(problem, cache=kept).run(["cpu"])
     assert found.stale
     assert found.problem.cached == ()

@@ -40,7 +40,7 @@ def ledger(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plan(ledger: Path) -> oomguard.Plan:
     """What a small search found that has ended."""
     spec = oomguard.Spec(cell="gru", seq=30, features=4, hidden=8, batch=4)
-    fixed: dict[str, Any] = {"threads": 1, "allocator": "steady"}
+    fixed: dict[str, Any] = {"threads": 1, "allocator": "tight"}
     return oomguard.find_feasible_config(spec, allow="none", max_probes=2, ledger=str(ledger), **fixed)
 
 

@@ -63,7 +63,7 @@ def test_the_largest_microbatch_is_found_in_four_probes(machine: Machine, spec: 
     fixed = {
         "segments": 1,
         "threads": 1,
-        "allocator": "steady",
+        "allocator": "tight",
         "engine": "onednn" if spec.cell == "lstm" else "native",
     }
     problem = make_problem(spec, 900 * MIB, maximize=("microbatch",), fixed=fixed)
@@ -235,7 +235,7 @@ def test_if_nothing_fits_the_smallest_is_measured_once_and_then_it_ends() -> Non
 def test_a_window_is_taken_only_if_it_is_allowed_and_nothing_exact_fits() -> None:
     spec = Spec(cell="lstm", seq=20_000, hidden=512, batch=1)
     tight, roomy = 430 * MIB, 2 * GIB
-    fixed = {"threads": 1, "segments": 1, "engine": "onednn", "allocator": "steady"}
+    fixed = {"threads": 1, "segments": 1, "engine": "onednn", "allocator": "tight"}
     allowed = {"allow": ("precision", "window"), "fixed": fixed}
     assert not screen(make_problem(spec, tight, fixed=fixed), []).eligible.any()
     view = screen(make_problem(spec, tight, **allowed), [])
@@ -280,14 +280,14 @@ def test_what_is_first_run_in_a_heap_that_keeps_large_blocks_may_need_four_times
     """An LSTM with many logits, in chunks, needed 3.5 times as much."""
     spec = Spec(cell="lstm", seq=202, hidden=100, layers=1, batch=37, vocab=1000)
     problem = make_problem(spec, 392 * MIB)
-    first = next(one for one in solve(Machine(), problem) if one.candidate.allocator == "roomy")
+    first = next(one for one in solve(Machine(), problem) if one.candidate.allocator == "fast")
     runtime_bytes = problem.target.runtime_bytes
     assert first.peak_bytes is not None
     assert runtime_bytes + 3.5 * (first.peak_bytes - runtime_bytes) <= problem.budget_bytes
 
 
 EDGE = Spec(cell="gru", seq=500, features=16, hidden=128, layers=1, batch=32)
-CHUNKS = make_candidate(EDGE, segments=16, recompute=False, engine="native", threads=1, allocator="pooled")
+CHUNKS = make_candidate(EDGE, segments=16, recompute=False, engine="native", threads=1, allocator="fast")
 """Keeps all it computed, and so takes no time to compute it again."""
 
 

@@ -26,7 +26,7 @@ from oomguard._search.study import TrialStore
 from oomguard._spec.spec import Spec
 
 LSTM = Spec(cell="lstm", seq=10_000)
-FIXED: dict[str, Any] = {"threads": 2, "allocator": "steady", "recompute": True}
+FIXED: dict[str, Any] = {"threads": 2, "allocator": "tight", "recompute": True}
 """A small space is enough here."""
 PROBLEM = make_problem(LSTM, 700 * MIB, fixed=FIXED)
 ROOMY = make_problem(LSTM, 20 * GIB, fixed={"threads": 2})
@@ -66,7 +66,7 @@ def _real(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
         "batch": 4,
         "threads": 1,
         "max_probes": 3,
-        "allocator": "steady",
+        "allocator": "tight",
     }
     asked |= {"ledger": str(directory), "budget": GIB}
     return directory, asked, oomguard.find_feasible_config(**asked)

@@ -31,7 +31,7 @@ FAILED: dict[str, Any] = dict.fromkeys(
 
 def knobs(**some: Any) -> Candidate:
     """A candidate of the problem's space."""
-    usual = {"engine": "onednn", "threads": 2, "allocator": "steady", "microbatch": 8}
+    usual = {"engine": "onednn", "threads": 2, "allocator": "tight", "microbatch": 8}
     return make_candidate(LSTM, **usual | some)
 
 
@@ -201,7 +201,7 @@ def test_what_did_not_run_with_longer_sequences_may_run_with_shorter_ones(verdic
 @pytest.mark.parametrize("segments", [2, 11, 23, 45, 91, 100])
 def test_a_shortened_candidate_is_known_again_whatever_its_number_of_pieces(segments: int) -> None:
     """The last of them is shorter, unless their number divides the steps."""
-    candidate = knobs(segments=segments, allocator="pooled", engine="native")
+    candidate = knobs(segments=segments, allocator="fast", engine="native")
     problem = make_problem(LSTM, 700 * MIB, fixed={"segments": segments})
     short, cut = shorten(LSTM, candidate, LSTM.steps // 2)
     view = screen(problem, [ran(cut, short)])
@@ -256,7 +256,7 @@ def test_what_took_too_long_is_out_unless_it_has_run() -> None:
 def test_if_everything_took_too_long_it_stays_in_the_race() -> None:
     candidate = knobs(segments=4)
     fixed = {"microbatch": candidate.microbatch, "segments": 4, "engine": candidate.engine, "threads": 1}
-    problem = make_problem(LSTM, 700 * MIB, allow=(), fixed=fixed | {"allocator": "steady"})
+    problem = make_problem(LSTM, 700 * MIB, allow=(), fixed=fixed | {"allocator": "tight"})
     before = screen(problem, [])
     late = [failed(Verdict.TIMEOUT, before.candidates[int(row)]) for row in np.flatnonzero(before.fits)]
     assert late

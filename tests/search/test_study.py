@@ -48,7 +48,7 @@ def storage(tmp_path: Path) -> str:
 
 
 def test_a_probe_is_a_trial_with_its_knobs_and_its_length() -> None:
-    trials, probe = TrialStore("a", ("throughput",)), make_probe(segments=5, allocator="plain")
+    trials, probe = TrialStore("a", ("throughput",)), make_probe(segments=5, allocator="system")
     trials.end(trials.begin(probe, 10), GRU, run(probe))
     (trial,) = trials.study.trials
     knobs = {name: value for name, value in msgspec.structs.asdict(probe.candidate).items() if value is not None}

@@ -3,13 +3,14 @@
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import UNPRINTABLE, attempt, candidates, garbage_for, has_three_beats, specs
 
 from oomguard._core.errors import MisuseError
-from oomguard._spec.candidate import KNOBS, Candidate, make_candidate
+from oomguard._spec.candidate import KNOBS, OLD_NAMES, Candidate, Candidates, make_candidate
 from oomguard._spec.spec import Spec
 
 FIELDS = Candidate.__struct_fields__
@@ -148,3 +149,19 @@ def test_the_advice_for_a_wrong_accumulation_is_the_right_one() -> None:
 
 def test_as_many_segments_as_steps_are_allowed() -> None:
     assert make_candidate(SPEC, segments=100).segments == 100
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_NAMES.items())
+def test_an_allocator_of_version_0_1_is_read_and_has_its_present_name(old: Any, new: str) -> None:
+    assert Candidate(microbatch=1, allocator=old).allocator == new
+    assert msgspec.json.decode(f'{{"microbatch": 1, "allocator": "{old}"}}', type=Candidate).allocator == new
+    assert Candidates(microbatch=1, allocator=old).allocator == new
+    assert Candidates(microbatch=[1, 2], allocator=[old, None]).allocator.tolist() == [new, None]
+    assert Candidates(microbatch=[1, 2], allocator=np.array([old, "expandable"])).allocator.tolist() == [
+        new,
+        "expandable",
+    ]
+
+
+def test_old_names_of_allocators_are_not_offered() -> None:
+    assert KNOBS["allocator"].field.choices == ("system", "tight", "fast", "expandable")

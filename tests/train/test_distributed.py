@@ -199,7 +199,7 @@ print(result.peak_bytes, estimate.total_bytes + margin)
 def peaks(run: Path, world: int) -> list[tuple[int, int]]:
     """For each process of a training: its peak, and the estimate with its margin."""
     paths = f"{Path(__file__).parents[1]}:{Path(__file__).parents[2]}"
-    common = ENVIRONMENT["steady"] | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(world)}
+    common = ENVIRONMENT["tight"] | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(world)}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     started = []
     for rank in range(world):

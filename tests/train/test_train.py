@@ -225,7 +225,7 @@ def test_a_real_memory_shortage_changes_nothing(tmp_path: Path) -> None:
     words = [sys.executable, "-c", REAL, str(tmp_path)]
     paths = f"{Path(__file__).parents[1]}:{Path(__file__).parents[2]}"
     # this allocator setting returns freed memory to the system at once
-    environment = ENVIRONMENT["steady"] | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    environment = ENVIRONMENT["tight"] | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=100, env=environment)
     assert done.returncode == 0, done.stderr
     report = msgspec.json.decode(done.stdout)

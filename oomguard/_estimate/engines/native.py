@@ -51,7 +51,7 @@ OBJECT_BYTES = 400
 """Bytes of a tensor's own objects at each step without a graph (measured: 350 to 450)."""
 
 
-def footprint(call: Call, *, allocator: str = "steady") -> Footprint:
+def footprint(call: Call, *, heap: str = "tight") -> Footprint:
     """Footprint of one layer with one or two directions.
 
     Per step and direction, with s the state block and q the gate block (for RNN q = s):
@@ -65,7 +65,7 @@ def footprint(call: Call, *, allocator: str = "steady") -> Footprint:
     Limits: the heap's part holds for glibc 2.36's memalign; newer ones (2.38 on) reuse holes better.
     """
     kind, both = STEPS[call.cell], call.directions == 2
-    blocks = _blocks(call, allocator)
+    blocks = _blocks(call, heap)
     stacked = call.element_bytes * call.tokens * (GATES[call.cell] * call.hidden)
     output = call.element_bytes * call.tokens * (call.output * call.directions)
     entry = call.element_bytes * call.tokens * call.inputs if call.input_gradient else 0
@@ -89,19 +89,19 @@ def footprint(call: Call, *, allocator: str = "steady") -> Footprint:
 class Blocks:
     """The two sizes of block that a step asks for, and where the C allocator puts them."""
 
-    allocator: str
+    heap: str
     state: Count
     gate: Count
     state_small: Flag
     gate_small: Flag
 
 
-def _blocks(call: Call, allocator: str) -> Blocks:
+def _blocks(call: Call, heap: str) -> Blocks:
     state = call.element_bytes * call.rows * call.hidden
     if call.packed:  # what runs on average
         state = call.element_bytes * call.hidden * call.tokens // call.steps
     gate = state * GATES[call.cell]
-    return Blocks(allocator, state, gate, in_heap(state, allocator), in_heap(gate, allocator))
+    return Blocks(heap, state, gate, in_heap(state, heap), in_heap(gate, heap))
 
 
 def _mapped_bytes(kind: Steps, blocks: Blocks) -> Count:
@@ -112,7 +112,7 @@ def _mapped_bytes(kind: Steps, blocks: Blocks) -> Count:
 
 def _heap_bytes(kind: Steps, blocks: Blocks) -> Count:
     """Bytes of one step in the C heap: small blocks and autograd nodes. On CUDA there is no such heap."""
-    if blocks.allocator == "cuda":
+    if blocks.heap == "cuda":
         return 0
     filled = maximum(kind.node_bytes, where(blocks.state_small, blocks.state * kind.holes, 0))
     states = where(blocks.state_small, blocks.state * kind.states, 0)
@@ -127,7 +127,7 @@ def _loose_bytes(call: Call, blocks: Blocks) -> Count:
     """
     kind = STEPS[call.cell]
     weights = 4 * GATES[call.cell] * call.hidden * call.output
-    if not in_heap(weights, blocks.allocator):
+    if not in_heap(weights, blocks.heap):
         return blocks.state * where(blocks.gate_small, kind.loose_tenths, kind.loose_tenths_mapped) // 10
     loose = blocks.state * kind.loose_tenths_weights // 10
     if call.cell != "rnn" or weights < 16_384:
