@@ -79,10 +79,11 @@ def main() -> None:
 
     from oomguard._probe.sample import tiny_spec
 
-    torch.set_num_threads(1)
     request = json.loads(sys.argv[1])
     spec = make_spec(request["spec"])
     candidate = make_candidate(spec, **request["candidate"])
+    if candidate.allocator != "system":  # which stands for an ordinary process
+        torch.set_num_threads(1)
     small = tiny_spec(spec)
     run(small, make_candidate(small, engine=candidate.engine, update=candidate.update), STEPS)
     gc.collect()

@@ -68,6 +68,10 @@ class Footprint:
     """The gradients of the call's weights that backward leaves, and the copies that it makes on the way."""
     inference: Count
     """Needed by forward while it runs if no gradient is wanted, beside input and output."""
+    scratch: Count = 0
+    """The largest block that forward and backward ask for while they run."""
+    block: Count = 0
+    """The block of one direction with what is kept beside the output; 0 if that is in many small ones."""
 
 
 def where(condition: Flag, yes: Count, no: Count) -> Count:

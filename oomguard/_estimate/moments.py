@@ -1,8 +1,9 @@
 """The moments of a step, each with the bytes in use by term. The peak is the largest of them."""
 
 from oomguard._estimate import terms
-from oomguard._estimate.call import Count, Flag, maximum, where
+from oomguard._estimate.call import Count, Flag, maximum, minimum, where
 from oomguard._estimate.engines import cudnn
+from oomguard._estimate.malloc import in_heap
 from oomguard._estimate.passes import (
     Pass,
     between_bytes,
@@ -17,6 +18,12 @@ from oomguard._estimate.target import CUBLAS_HANDLES
 TERMS = ("runtime", "weights", "gradients", "optimizer", "activations", "workspace", "logits", "input", "loader")
 MATH_BUFFER_BYTES = 3_400_000
 """Buffers that the CPU's matrix library keeps after its first large product (measured: 3.3 to 3.5 MB, one thread)."""
+HEAP_PERCENT = {"rnn": 170, "gru": 115, "lstm": 115, "equal": 170, "segments": 20}
+"""What glibc's own heap grows to, in percent of the bytes in use there: with PyTorch's own kernels (`rnn` to `lstm`);
+for logits and, in segments, the gradients of head and embedding (`equal`). In segments it grows by that much more.
+memalign cannot use a hole of just the size that it is asked for (glibc before 2.38), and of two equal blocks a vanilla
+RNN frees one. (Second steps of rows `tune` of benchmarks/results/system_peaks.csv: 1.3 to 2.2 for 14 RNNs, 1.1 to 1.4
+for 6 GRUs, 1.65 and 1.75 for the logits of LSTMs.)"""
 
 Terms = dict[str, Count]
 Moments = dict[str, Terms]
@@ -41,6 +48,49 @@ def training_moments(step: Pass, kept: Pass) -> Moments:
         found["backward of the embedding"] = _plus(standing, _embedding(step))
     found["optimizer"] = _plus(standing | {"input": 0}, _optimizer(step))  # the microbatch is gone
     return found
+
+
+def in_system_heap(step: Pass, kept: Pass, found: Moments) -> Moments:
+    """The moments of a second or later step with glibc's own thresholds, with all that its heap keeps.
+
+    Freed blocks stay resident in the heap, so its high-water mark and the mapped blocks of any moment add up.
+    """
+    percent: Count = HEAP_PERCENT[step.spec.cell] if step.engine == "native" else 100
+    percent = percent + where(step.pieces > 1, HEAP_PERCENT["segments"], 0)
+    of_parts, heaps, grown = terms.gradients_bytes(step.spec), Terms(), Terms()
+    ends = of_parts["head"] + of_parts.get("embedding", 0)
+    for name, parts in found.items():
+        heaps[name] = parts["activations"] + parts["workspace"] + parts["logits"] + parts["gradients"]
+        if name != "optimizer":  # the update finds room in what backward has freed
+            mapped, logits = _mapped_bytes(step, kept, parts)
+            heaps[name] = heaps[name] - mapped
+            equal = logits + where(step.pieces > 1, minimum(ends, parts["gradients"]), 0)
+            rest = heaps[name] - logits - parts["gradients"]
+            grown[name] = heaps[name] + rest // 100 * (percent - 100) + equal // 100 * (HEAP_PERCENT["equal"] - 100)
+    high: Count = maximum(*grown.values())
+    # a byte less where another moment sets the mark, so that reports name that one as the peak
+    spare = {name: maximum(high - heap - where(grown.get(name, 0) < high, 1, 0), 0) for name, heap in heaps.items()}
+    return {name: parts | {"workspace": parts["workspace"] + spare[name]} for name, parts in found.items()}
+
+
+def _mapped_bytes(step: Pass, kept: Pass, parts: Terms) -> tuple[Count, Count]:
+    """Bytes of a moment in blocks with pages of their own, or kept all the time (`by_layer_bytes`); logits in the heap.
+
+    Of six floats that oneDNN keeps, five are in its block.
+    """
+
+    def large(block: Count, size: Count) -> Count:
+        return where(in_heap(block, "system"), 0, size)
+
+    call, standing = step.footprints[-1], by_layer_bytes(kept)
+    outputs = maximum(parts["activations"] - _heap_bytes(kept) - standing, 0)
+    inside = outputs // 6 * 5 if step.engine == "onednn" else 0
+    work = maximum(parts["workspace"] - MATH_BUFFER_BYTES, 0)
+    scratch = minimum(call.scratch, work)
+    logits = large(step.element_bytes * _predictions(step) * step.spec.classes, parts["logits"])
+    mapped: Count = large(step.width_bytes, outputs - inside) + large(call.block, inside + work - scratch)
+    mapped = standing + mapped + large(call.scratch, scratch) + logits
+    return mapped, parts["logits"] - logits
 
 
 def _plus(standing: Terms, more: Terms) -> Terms:

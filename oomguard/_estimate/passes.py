@@ -104,9 +104,8 @@ def _calls(spec: Spec, candidate: Knobs, target: Target, engine: str, steps: Cou
 def _footprint(call: Call, spec: Spec, candidate: Knobs, target: Target, engine: str) -> Footprint:
     if engine == "cudnn":
         return cudnn.footprint(call, target, half=candidate.precision == "fp16", batch_first=spec.batch_first)
-    if engine == "onednn":
-        return onednn.footprint(call)
-    return native.footprint(call, heap="cuda" if target.cuda else heap_of(candidate.allocator, engine))
+    heap = "cuda" if target.cuda else heap_of(candidate.allocator, engine)
+    return onednn.footprint(call, heap=heap) if engine == "onednn" else native.footprint(call, heap=heap)
 
 
 def between_bytes(step: Pass, index: int) -> Count:

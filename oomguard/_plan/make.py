@@ -154,11 +154,8 @@ def _plain(problem: Problem, spec: Spec, records: Sequence[Record], cores: int, 
     """PyTorch without oomguard: the whole batch in one pass."""
     candidate = plain_candidate(spec, cuda=problem.target.cuda, cores=cores)
     calibration = Calibration(spec, records, problem.target, problem.cached)
-    seconds = calibration.predict(estimate_step(spec, candidate, problem.target))[0].seconds_per_step
-    if not problem.target.cuda:  # glibc's default heap errs by far more: the peak is that with the allocator `tight`
-        candidate = msgspec.structs.replace(candidate, allocator="tight")
     estimate = estimate_step(spec, candidate, problem.target)
-    expected = msgspec.structs.replace(calibration.predict(estimate)[0], seconds_per_step=seconds)
+    expected = calibration.predict(estimate)[0]
     fits = bool(estimate.runs) and expected.safe_bytes <= problem.budget_bytes
     return Plain(estimate=figures(estimate), expected=expected.for_plan(timed=timed), fits=fits)
 

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from oomguard._core.units import GIB, MIB
-from oomguard._estimate.breakdown import Estimate, estimate_step, margin_bytes
+from oomguard._estimate.breakdown import MARGIN_PERCENT, Estimate, estimate_step, margin_bytes
 from oomguard._estimate.target import CPU, CPU_RUNTIME_BYTES
 from oomguard._spec.candidate import make_candidate
 from oomguard._spec.read import make_spec
 
-STORED = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu_peaks.csv"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+STORED = RESULTS / "cpu_peaks.csv"
 ROWS = [
     row for row in csv.DictReader(STORED.read_text().splitlines()) if 50 * MIB <= int(row["growth_bytes"]) <= 2 * GIB
 ]
@@ -75,3 +76,25 @@ def test_no_engine_is_estimated_low_or_high_on_the_whole(engine: str) -> None:
 def test_the_runtime_is_what_processes_start_with() -> None:
     assert min(int(row["runtime_bytes"]) for row in ROWS) > 0.95 * CPU_RUNTIME_BYTES
     assert max(int(row["runtime_bytes"]) for row in ROWS) <= CPU_RUNTIME_BYTES
+
+
+# an ordinary process, with glibc's own thresholds and all threads
+
+SYSTEM = [*csv.DictReader((RESULTS / "system_peaks.csv").read_text().splitlines())]
+JUDGED = [row for row in SYSTEM if row["set"] == "judge"]
+
+
+def test_ordinary_processes_are_judged_by_other_models_than_those_that_the_constants_come_from() -> None:
+    assert len(JUDGED) >= 15
+    assert not {row["spec"] for row in JUDGED} & {row["spec"] for row in SYSTEM if row["set"] == "tune"}
+
+
+def test_estimates_of_ordinary_processes_err_by_at_most_5_percent_and_20_at_worst() -> None:
+    found = [*map(abs, errors(JUDGED))]
+    assert median(found) <= 0.05
+    assert max(found) <= 0.20
+
+
+def test_no_ordinary_process_that_was_judged_exceeds_estimate_and_margin() -> None:
+    for row in JUDGED:
+        assert int(row["growth_bytes"]) <= estimated(row).growth_bytes * (1 + MARGIN_PERCENT["system"] / 100), row

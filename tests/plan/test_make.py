@@ -81,7 +81,7 @@ def test_the_estimate_is_that_of_the_candidate(name: str) -> None:
 @each
 def test_plain_is_the_whole_batch_at_once_in_fp32(name: str) -> None:
     problem, _, plan = searched(name)
-    usual = make_candidate(problem.spec, allocator="system" if problem.target.cuda else "tight")
+    usual = make_candidate(problem.spec, allocator="system")
     assert plan.plain.estimate == figures(estimate_step(problem.spec, usual, problem.target))
     safe_bytes = plan.plain.expected.peak_bytes + plan.plain.expected.margin_bytes
     assert plan.plain.fits == (safe_bytes <= problem.budget_bytes)

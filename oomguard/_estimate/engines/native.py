@@ -62,6 +62,8 @@ def footprint(call: Call, *, heap: str = "tight") -> Footprint:
       output is gone (but for a second direction that still needs its half), so it is taken off here;
     - weights: the recurrent weights' gradient is summed step by step, so three of them exist at once.
 
+    In the heap `system` only what is in use counts here, without holes: `in_system_heap` (moments.py) adds them.
+
     Limits: the heap's part holds for glibc 2.36's memalign; newer ones (2.38 on) reuse holes better.
     """
     kind, both = STEPS[call.cell], call.directions == 2
@@ -71,8 +73,9 @@ def footprint(call: Call, *, heap: str = "tight") -> Footprint:
     entry = call.element_bytes * call.tokens * call.inputs if call.input_gradient else 0
     loose = where(blocks.state_small, _loose_bytes(call, blocks), 0)
     in_the_heap = call.steps * (blocks.gate + loose) + entry
-    with_pages = maximum(call.steps * (blocks.gate + loose - blocks.gate * kind.gates), entry)
-    work = stacked + where(blocks.gate_small, in_the_heap, with_pages)
+    freed = blocks.gate * kind.gates + (blocks.state * kind.states if heap == "system" else 0)
+    with_pages = maximum(call.steps * (blocks.gate + loose - freed), entry)
+    work = stacked + where(blocks.gate_small & (heap != "system"), in_the_heap, with_pages)
     alone = blocks.state * (2 if call.cell == "gru" else 1)
     return Footprint(
         kept=call.steps * call.directions * _mapped_bytes(kind, blocks),
@@ -82,6 +85,7 @@ def footprint(call: Call, *, heap: str = "tight") -> Footprint:
         backward=maximum(work - (0 if both else output), 0),
         weight_gradients=_weight_gradients(call),
         inference=stacked + call.steps * call.directions * (OBJECT_BYTES + alone),
+        scratch=stacked,
     )
 
 
@@ -114,7 +118,8 @@ def _heap_bytes(kind: Steps, blocks: Blocks) -> Count:
     """Bytes of one step in the C heap: small blocks and autograd nodes. On CUDA there is no such heap."""
     if blocks.heap == "cuda":
         return 0
-    filled = maximum(kind.node_bytes, where(blocks.state_small, blocks.state * kind.holes, 0))
+    holes = 0 if blocks.heap == "system" else kind.holes
+    filled = maximum(kind.node_bytes, where(blocks.state_small, blocks.state * holes, 0))
     states = where(blocks.state_small, blocks.state * kind.states, 0)
     return filled + states + where(blocks.gate_small, blocks.gate * kind.gates, 0)
 
@@ -125,6 +130,8 @@ def _loose_bytes(call: Call, blocks: Blocks) -> Count:
     A vanilla RNN with small states pins the heap above the far larger gradients of its recurrent weights (16 to 64
     KiB, hidden sizes 64 to 127): 0.18 of those at each step, and up to 0.6 in single runs.
     """
+    if blocks.heap == "system":
+        return 0
     kind = STEPS[call.cell]
     weights = 4 * GATES[call.cell] * call.hidden * call.output
     if not in_heap(weights, blocks.heap):
