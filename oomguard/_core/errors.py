@@ -72,12 +72,6 @@ class Bounds(NamedTuple):
     high: int
 
 
-class Renamed(NamedTuple):
-    """Annotation of a field with choices: earlier names of some, which are read but not shown."""
-
-    names: dict[str, str]
-
-
 class Field(NamedTuple):
     """One field of a struct."""
 
@@ -140,8 +134,6 @@ def _field(name: str, hint: Any, default: Any) -> Field:
         hint = next(part for part in get_args(hint) if part is not NoneType)
     choices = get_args(hint) if get_origin(hint) is Literal else ()
     kind = str if choices else get_origin(hint) or hint
-    old = {name for mark in marks if isinstance(mark, Renamed) for name in mark.names}
-    choices = tuple(choice for choice in choices if choice not in old)
     bounds = next((mark for mark in marks if isinstance(mark, Bounds)), None)
     return Field(name, kind, choices, bounds, optional, default, marks)
 

@@ -17,7 +17,6 @@ from oomguard._core.errors import (
     Bounds,
     Field,
     MisuseError,
-    Renamed,
     check_fields,
     check_names,
     check_whole,
@@ -31,7 +30,8 @@ from oomguard._spec.spec import MAX_BATCH, MAX_SEQ, Spec
 Precision = Literal["fp32", "bf16", "fp16"]
 Engine = Literal["cudnn", "onednn", "native"]
 Update = Literal["foreach", "fused", "loop"]
-Allocator = Literal["system", "tight", "fast", "expandable", "plain", "steady", "pooled", "roomy"]
+Allocator = Literal["system", "tight", "fast", "expandable"]
+OldAllocator = Literal["plain", "steady", "pooled", "roomy"]
 OLD_NAMES = {"plain": "system", "steady": "tight", "pooled": "fast", "roomy": "fast"}
 """Names that allocators had in version 0.1, which are still read: every candidate has the present ones."""
 Keep = Literal["device", "host"]
@@ -129,7 +129,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         bool, Role(lossy="8bit", tries=(False, True), words=lambda on: "8-bit optimizer state" * on)
     ] = False
     """Keep the optimizer's state in 8 bits; lossy."""
-    allocator: Annotated[Allocator | None, Role(), Renamed(OLD_NAMES)] = None
+    allocator: Annotated[Allocator | OldAllocator | None, Role()] = None
     """Memory allocator (default: tight on the CPU, system on CUDA). `tight` (CPU) has fixed glibc thresholds: freed
     memory returns to the system, which lowers the peak and makes it repeatable. `fast` (CPU) has fixed thresholds too,
     but keeps freed blocks of less than 4 MiB, or with oneDNN 32 MiB. `expandable` (CUDA) uses expandable segments.

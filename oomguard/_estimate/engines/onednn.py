@@ -38,7 +38,7 @@ def footprint(call: Call, *, heap: str = "tight") -> Footprint:
     hidden, inputs, both = call.hidden, call.inputs, call.directions == 2
     gates, widest = leading(4 * hidden), leading(max(inputs, hidden))
     kept = call.tokens * (hidden + gates + leading(hidden) + (widest if both else 0))
-    block = call.tokens * (gates + 10 * widest)
+    block = call.tokens * (gates + 10 * widest)  # 10: by the sizes from which glibc maps it (9 to 11, rows `tune`)
     if heap == "system":
         kept = kept + where(in_heap(4 * block, heap), maximum(block - kept, 0) // STALE, 0)
     backward = gates + 3 * widest + leading(hidden) + inputs + (hidden if both else 0)
