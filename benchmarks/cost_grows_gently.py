@@ -31,8 +31,7 @@ from oomguard._estimate.breakdown import estimate_step
 from oomguard._estimate.target import CPU
 from oomguard._probe.record import Record
 from oomguard._probe.verdict import Verdict
-from oomguard._search.approach import Probe, State
-from oomguard._search.propose import propose
+from oomguard._search.propose import Probe, State, propose
 from oomguard._search.screen import screen
 from oomguard._search.space import Problem, Space, grid
 from oomguard._spec.candidate import Candidate, make_candidate

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from peak import status_bytes
+from peak import status_bytes, tight
 from results import print_row, publish
 
 import oomguard
 from oomguard._core.units import GIB, MIB, format_bytes
-from oomguard._estimate.malloc import ENVIRONMENT
 
 SPEC: dict[str, Any] = {"cell": "gru", "seq": 1000, "features": 31, "hidden": 32, "layers": 1, "batch": 16}
 ROW_BYTES = SPEC["seq"] * (SPEC["features"] + 1) * 4
@@ -53,7 +52,7 @@ def train_in_child(plan: str, data: str, run: str, steps: str) -> dict[str, Any]
 def measure(home: Path, name: str, steps: int) -> dict[str, Any]:
     arguments = [str(home / "plan.json"), str(home / f"{name}.npy"), str(home / f"run-{name}"), str(steps)]
     command = [sys.executable, str(Path(__file__)), "--one", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | ENVIRONMENT["tight"])
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | tight())
     row: dict[str, Any] = json.loads(done.stdout)
     return row
 

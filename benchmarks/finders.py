@@ -1,9 +1,9 @@
-"""Find the largest microbatch with oomguard or with another tool: find_feasible_config, Lightning's
+"""Find the largest batch with oomguard or with another tool: find_feasible_config, Lightning's
 Tuner.scale_batch_size, accelerate's find_executable_batch_size, toma's batch, or a plain Optuna search.
 
     python benchmarks/finders.py '{"tool": "lightning-binsearch", "spec": {...}, "growth_bytes": ..., "start": ...}'
 
-prints one JSON line: the microbatch that the tool found, the number of its trials, how many of them ran out of memory,
+prints one JSON line: the batch that the tool found, the number of its trials, how many of them ran out of memory,
 and the seconds from the start of the process, without the time that only this measurement needs.
 
 oomguard gets a budget, `budget_bytes`. The other tools find the limit by running into it, so their process gets a real
@@ -15,7 +15,6 @@ runs `start` sequences without a limit and prints how many bytes were committed.
 """
 
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -28,7 +27,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from oomguard._estimate.malloc import ENVIRONMENT
+from peak import tight, without_heap_settings
+
 from oomguard._spec.read import make_spec
 from oomguard._spec.spec import Spec
 
@@ -62,8 +62,8 @@ def is_installed(package: str) -> bool:
 
 
 def find(tool: str, spec: dict[str, Any], timeout: float = 1800, **request: Any) -> dict[str, Any]:
-    """Run one tool in its own process with the allocator setting `tight`. If it crashes, the answer has the error."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")} | ENVIRONMENT["tight"]
+    """Run one tool in its own process with the heap setting `tight`. If it crashes, the answer has the error."""
+    environment = without_heap_settings() | tight()
     began = time.monotonic()
     request |= {"tool": tool, "spec": spec, "began": began}  # all processes share the monotonic clock
     command = [sys.executable, str(Path(__file__)), json.dumps(request)]
@@ -85,7 +85,7 @@ class Trials:
         """Seconds that only the measurement needed. They are not counted for the tool."""
 
     def count(self, rows: int, run: Callable[[], None], *, translate: bool) -> None:
-        """Run and count one trial with this microbatch. `translate` replaces the message of an out-of-memory error."""
+        """Run and count one trial with this batch. `translate` replaces the message of an out-of-memory error."""
         from oomguard._probe.verdict import Verdict, judge
 
         self.sizes.append(rows)
@@ -101,8 +101,8 @@ class Trials:
                 raise
         raise RuntimeError(RECOGNISED)  # raised outside of the except block, so that the error holds no tensors
 
-    def answer(self, microbatch: int | None) -> dict[str, Any]:
-        return {"found": microbatch, "trials": len(self.sizes), "ooms": self.ooms, "unknown": self.unknown}
+    def answer(self, batch: int | None) -> dict[str, Any]:
+        return {"found": batch, "trials": len(self.sizes), "ooms": self.ooms, "unknown": self.unknown}
 
 
 def knobs(spec: Spec) -> dict[str, Any]:
@@ -111,13 +111,14 @@ def knobs(spec: Spec) -> dict[str, Any]:
     return {"segments": 1, "threads": 1, "allocator": "tight", "engine": engine}
 
 
-def with_oomguard(spec: Spec, budget_bytes: int) -> dict[str, Any]:
-    """Find the largest microbatch with oomguard."""
+def with_oomguard(fields: dict[str, Any], budget_bytes: int) -> dict[str, Any]:
+    """Find the largest batch with oomguard. The batch of the spec is not passed on, so that it is no limit."""
     from oomguard import find_feasible_config
 
-    plan = find_feasible_config(spec, budget=budget_bytes, maximize="microbatch", **knobs(spec))
+    fields = {name: value for name, value in fields.items() if name != "batch"}
+    plan = find_feasible_config(**fields, budget=budget_bytes, maximize="batch", **knobs(make_spec(fields)))
     over = sum(record.verdict.name == "OVER" for record in plan.records)
-    answer = {"found": plan.candidate.microbatch, "trials": plan.probes, "ooms": plan.ooms + over}
+    answer = {"found": plan.spec.batch, "trials": plan.probes, "ooms": plan.ooms + over}
     return answer | {"over": over, "peak_bytes": plan.peak_bytes}
 
 
@@ -134,14 +135,23 @@ def train_steps(spec: Spec, rows: int) -> None:
     optimizer = make_optimizer(model, Candidate(microbatch=1))
     for _ in range(STEPS):
         batch = random_microbatch(spec, rows, rng)
-        torch.nn.functional.mse_loss(model(batch.inputs, None)[0], batch.targets).backward()
+        loss_of(spec, model(batch.inputs, None)[0], batch.targets).backward()
         optimizer.step()
         optimizer.zero_grad()
         del batch
 
 
+def loss_of(spec: Spec, outputs: Any, targets: Any) -> Any:
+    """Return the mean loss, as the training function of a user would compute it."""
+    from torch.nn import functional
+
+    if spec.loss == "cross-entropy":
+        return functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+    return functional.mse_loss(outputs, targets)
+
+
 def make_train(trials: Trials, request: dict[str, Any]) -> Callable[[int], int]:
-    """Make the function that a user passes to a tool. It trains with a microbatch and returns that microbatch."""
+    """Make the function that a user passes to a tool. It trains with a batch of `rows` sequences and returns `rows`."""
 
     def train(rows: int) -> int:
         trials.count(rows, lambda: train_steps(trials.spec, rows), translate=request["translate"])
@@ -154,20 +164,20 @@ def with_accelerate(trials: Trials, request: dict[str, Any], ready: Callable[[],
     from accelerate.utils import find_executable_batch_size
 
     ready()
-    microbatch: int = find_executable_batch_size(make_train(trials, request), starting_batch_size=request["start"])()
-    return microbatch
+    batch: int = find_executable_batch_size(make_train(trials, request), starting_batch_size=request["start"])()
+    return batch
 
 
 def with_toma(trials: Trials, request: dict[str, Any], ready: Callable[[], None]) -> int:
     from toma import toma
 
     ready()
-    microbatch: int = toma.batch(make_train(trials, request), initial_batchsize=request["start"])()
-    return microbatch
+    batch: int = toma.batch(make_train(trials, request), initial_batchsize=request["start"])()
+    return batch
 
 
 def with_optuna(trials: Trials, request: dict[str, Any], ready: Callable[[], None]) -> int | None:
-    """Maximise the microbatch with TPE on a logarithmic scale. A trial that runs out of memory is pruned.
+    """Maximise the batch with TPE on a logarithmic scale. A trial that runs out of memory is pruned.
 
     The objective catches every out-of-memory error itself, as a user of Optuna would, whatever its message is.
     """
@@ -176,7 +186,7 @@ def with_optuna(trials: Trials, request: dict[str, Any], ready: Callable[[], Non
     train = make_train(trials, request)
 
     def objective(trial: Any) -> int:
-        rows, before = trial.suggest_int("microbatch", 1, request["start"], log=True), trials.ooms
+        rows, before = trial.suggest_int("batch", 1, request["start"], log=True), trials.ooms
         try:
             return train(rows)
         except Exception:
@@ -188,11 +198,11 @@ def with_optuna(trials: Trials, request: dict[str, Any], ready: Callable[[], Non
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=0))
     began = time.monotonic()
     warm_up = optuna.create_study(sampler=optuna.samplers.TPESampler(n_startup_trials=1, seed=0))
-    warm_up.optimize(lambda trial: trial.suggest_int("microbatch", 1, 9, log=True), n_trials=3)  # loads libraries
+    warm_up.optimize(lambda trial: trial.suggest_int("batch", 1, 9, log=True), n_trials=3)  # loads libraries
     trials.prepared += time.monotonic() - began
     ready()
     study.optimize(objective, n_trials=OPTUNA_TRIALS)
-    complete = [trial.params["microbatch"] for trial in study.trials if trial.state is optuna.trial.TrialState.COMPLETE]
+    complete = [trial.params["batch"] for trial in study.trials if trial.state is optuna.trial.TrialState.COMPLETE]
     return max(complete, default=None)
 
 
@@ -225,7 +235,7 @@ def with_lightning(trials: Trials, request: dict[str, Any], ready: Callable[[], 
             self.model, self.batch_size = build(trials.spec), 2
 
         def training_step(self, batch: Any, _: int) -> Any:
-            return torch.nn.functional.mse_loss(self.model(batch[0], None)[0], batch[1])
+            return loss_of(trials.spec, self.model(batch[0], None)[0], batch[1])
 
         def configure_optimizers(self) -> Any:
             return make_optimizer(self.model, Candidate(microbatch=1))
@@ -264,7 +274,7 @@ def main() -> None:
     request: dict[str, Any] = {"translate": False} | json.loads(sys.argv[1])
     spec = make_spec(request["spec"])
     if request["tool"] == "oomguard":
-        answer = with_oomguard(spec, request["budget_bytes"]) | {"error": None}
+        answer = with_oomguard(request["spec"], request["budget_bytes"]) | {"error": None}
         print(json.dumps(answer | {"seconds": time.monotonic() - request["began"]}))
         return
     import torch
@@ -274,7 +284,7 @@ def main() -> None:
     from oomguard._probe.sample import tiny_spec
 
     torch.set_num_threads(1)
-    trials, error, microbatch = Trials(spec), None, None
+    trials, error, batch = Trials(spec), None, None
     torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # loads libraries that the tool needs too
     loaded = time.monotonic()
     train_steps(tiny_spec(spec), 2)
@@ -294,13 +304,13 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, resource.RLIM_INFINITY))
 
     try:
-        microbatch = TOOLS[request["tool"].partition("-")[0]](trials, request, limit)
+        batch = TOOLS[request["tool"].partition("-")[0]](trials, request, limit)
     except Exception as failure:  # a tool that crashes is a result, not a failure of the benchmark
         resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         error = traceback.format_exception_only(failure)[-1].strip().partition("\n")[0][:200]
     seconds = time.monotonic() - request["began"] - trials.prepared
     resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    print(json.dumps(trials.answer(microbatch) | {"seconds": seconds, "error": error}))
+    print(json.dumps(trials.answer(batch) | {"seconds": seconds, "error": error}))
 
 
 if __name__ == "__main__":

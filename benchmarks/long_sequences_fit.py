@@ -4,7 +4,7 @@ PyTorch does, and takes at most 1.5 times as long per token.
     python benchmarks/long_sequences_fit.py [--budgets 128MiB,256MiB,1GiB] [--smoke]
 
 The benchmark takes about 20 minutes, most of them for 1 GiB. The model is one LSTM layer with hidden size 64,
-microbatch 4 and a target at every time step. All contenders run with one thread and the allocator setting `tight`:
+microbatch 4 and a target at every time step. All contenders run with one thread and the heap setting `tight`:
 
 - `plain`: the plain step;
 - `checkpoint`: torch.utils.checkpoint, applied by hand to sqrt(T) pieces with the loss inside each piece, in its better
@@ -29,7 +29,6 @@ import gc
 import json
 import math
 import mmap
-import os
 import subprocess
 import sys
 import tempfile
@@ -40,14 +39,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from peak import status_bytes
+from peak import status_bytes, tight, without_heap_settings
 from results import print_row, publish
 
 from oomguard._core.units import MIB, format_bytes, parse_bytes
 from oomguard._device.proc import read_status
 from oomguard._estimate import terms
 from oomguard._estimate.breakdown import estimate_step
-from oomguard._estimate.malloc import ENVIRONMENT
 from oomguard._estimate.target import CPU
 from oomguard._probe.verdict import Verdict, judge
 from oomguard._search.propose import choose
@@ -151,7 +149,7 @@ def measure(way: str, steps: int, knobs: dict[str, Any], path: Path, budget_byte
     The outcome is `within`, `over` or `refused` (an allocation failed).
     """
     case = {"way": way, "steps": steps, "knobs": knobs, "path": str(path)}
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")} | ENVIRONMENT["tight"]
+    environment = without_heap_settings() | tight()
     command = [sys.executable, str(Path(__file__)), "--one", json.dumps(case)]
     row = {"way": way, "steps": steps, "knobs": knobs}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as child:

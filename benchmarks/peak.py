@@ -3,7 +3,7 @@
     python benchmarks/peak.py '{"spec": {...}, "candidate": {...}}'
 
 prints one JSON line: the resident bytes after a tiny step has loaded every library (`runtime_bytes`), the growth of the
-peak over them, and the seconds per step. `measure()` starts this process with the candidate's allocator settings.
+peak over them, and the seconds per step. `measure()` starts this process with the candidate's heap setting.
 """
 
 import gc
@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from oomguard._estimate.malloc import ENVIRONMENT, heap_of
-from oomguard._estimate.target import CPU, engine_for
+from oomguard._device.cpu import Cpu
 from oomguard._spec.candidate import Candidate, make_candidate
 from oomguard._spec.read import make_spec
 from oomguard._spec.spec import Spec
@@ -28,14 +27,23 @@ STEPS = 2
 
 def measure(spec: dict[str, Any], knobs: dict[str, Any], timeout: float = 600) -> dict[str, Any]:
     """Measure one candidate in a new process."""
-    engine = engine_for(make_spec(spec), make_candidate(make_spec(spec), **knobs), CPU)
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
-    environment |= ENVIRONMENT[heap_of(knobs.get("allocator"), engine)]
+    made = make_spec(spec)
     done = subprocess.run(
         [sys.executable, str(Path(__file__)), json.dumps({"spec": spec, "candidate": knobs})],
-        capture_output=True, text=True, timeout=timeout, env=environment, check=True,
+        capture_output=True, text=True, timeout=timeout, check=True,
+        env=without_heap_settings() | Cpu().environment(make_candidate(made, **{"allocator": "tight"} | knobs)),
     )  # fmt: skip
     return json.loads(done.stdout)
+
+
+def without_heap_settings() -> dict[str, str]:
+    """Return the environment of this process without the variables that glibc's heap reads."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+
+
+def tight() -> dict[str, str]:
+    """Return the variables of the heap setting `tight`."""
+    return Cpu().environment(make_candidate(Spec(cell="lstm", seq=1), allocator="tight"))
 
 
 def microbatch_rows(batch: int, microbatch: int) -> list[int]:

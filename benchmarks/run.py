@@ -26,10 +26,10 @@ SMALLER: dict[str, tuple[str, ...]] = {
     "a_killed_search_goes_on": ("4",),
     "cost_grows_gently": ("--longest", "100000"),
     "data_stay_on_disk": ("1",),
-    "estimates_track_peaks": ("--calibrated", "5"),
+    "estimates_track_peaks": ("--calibrated", "4"),
     "it_learns": ("30",),
     "long_sequences_fit": ("--budgets", "256MiB"),
-    "plans_are_fast": ("--cases", "1", "--every", "24"),
+    "plans_are_fast": ("--cases", "1", "--every", "12", "--samplers", "random"),
     "plans_do_not_run_out": ("3",),
     "probes_hurt_nobody": ("30",),
     "recovers_without_loss": ("5",),
@@ -39,7 +39,7 @@ SMALLER: dict[str, tuple[str, ...]] = {
 }
 """Arguments that make a benchmark take two or three minutes, for those that take longer by default."""
 WHOLE: dict[str, tuple[str, ...]] = {
-    "estimates_track_peaks": ("--measure", "20", "--calibrated", "30", "--seed", str(os.getpid()))
+    "estimates_track_peaks": ("--measure", "20", "--calibrated", "50", "--seed", str(os.getpid()))
 }
 """Arguments of a whole run, for benchmarks whose default is not a whole run."""
 PARALLEL = 2

@@ -28,10 +28,10 @@ from typing import Any
 import numpy as np
 import torch
 from finders import is_installed
+from peak import tight
 from results import print_row, publish
 
 import oomguard
-from oomguard._estimate.malloc import ENVIRONMENT
 
 COMMON = {"features": 16}
 CASES: dict[str, dict[str, Any]] = {
@@ -216,6 +216,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if any(os.environ.get(name) != value for name, value in ENVIRONMENT["tight"].items()):
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | ENVIRONMENT["tight"])
+    if any(os.environ.get(name) != value for name, value in tight().items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | tight())
     main()

@@ -181,8 +181,8 @@ def _finder(run: dict[str, Any], name: str) -> str:
     """Say how close a finder comes to the true maximum, and how often it runs out of memory."""
     cases = [case for case in run["cases"] if case[name]["found"]]
     shares = [case[name]["found"] / case["maximum"] for case in cases]
-    ooms = [case[name]["ooms"] for case in run["cases"]]
-    trials = [case[name]["trials"] for case in run["cases"]]
+    answers = [case[name] for case in run["cases"] if case[name]["trials"] is not None]  # not stopped by the time limit
+    ooms, trials = [answer["ooms"] for answer in answers], [answer["trials"] for answer in answers]
     return (
         f"{min(shares):.0%} to {max(shares):.0%} of the maximum, {_range(trials)} trials, "
         f"{_range(ooms)} of them out of memory"

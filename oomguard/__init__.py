@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from oomguard._api import curves, estimate, find_feasible_config, guard, predict, probe, tradeoffs, train
+    from oomguard._api import curves, estimate, find_feasible_config, guard, predict, probe, sampler, tradeoffs, train
     from oomguard._core.errors import GuardError, MisuseError, OomguardError
     from oomguard._estimate.breakdown import Estimate
     from oomguard._plan.store import load_plan, save_plan
@@ -49,6 +49,7 @@ __all__ = [
     "load_plan",
     "predict",
     "probe",
+    "sampler",
     "save_page",
     "save_plan",
     "tradeoffs",
@@ -56,7 +57,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "_api": "curves estimate find_feasible_config guard predict probe tradeoffs train",
+    "_api": "curves estimate find_feasible_config guard predict probe sampler tradeoffs train",
     "_core.errors": "GuardError MisuseError OomguardError",
     "_estimate.breakdown": "Estimate",
     "_plan.store": "load_plan save_plan",

@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
     from oomguard._guard import Guard
+    from oomguard._plan.find import Question
     from oomguard._plan.value import Plan
     from oomguard._report.curve import Curve
     from oomguard._search.run import Progress
+    from oomguard._search.sampler import Sampler
     from oomguard._train.loop import Result, TrainProgress
 
 
@@ -58,7 +60,7 @@ def estimate(
     if isinstance(candidate, Candidates):
         return replace(estimate_batch(spec, candidate, target, training=training), budget_bytes=limit_bytes)
     result = estimate_step(spec, candidate, target, training=training)
-    margin = margin_bytes(spec, result.growth_bytes, candidate, target)
+    margin = margin_bytes(spec, result, target)
     return replace(result, budget_bytes=limit_bytes, margin_bytes=margin)
 
 
@@ -100,7 +102,8 @@ def find_feasible_config(
     maximize: str | Sequence[str] = "throughput",
     allow: str | Sequence[str] = "precision",
     max_probes: int = 24,
-    timeout: float | str = 100.0,
+    timeout: float | str = 55.0,
+    sampler: str = "auto",
     ledger: str | None = None,
     storage: str | None = None,
     progress: "Callable[[Progress], None] | None" = None,
@@ -112,34 +115,76 @@ def find_feasible_config(
     seconds or text such as "5min". `maximize` and `allow` take the words of `--maximize` and `--allow`. With "batch",
     and without `batch`, the plan has the largest batch that fits in one pass; with "seq", the longest sequences.
     Several devices, "cuda:0,cuda:1", search together. With `data`, as `train` takes it, the plan is for its sequence
-    lengths; options of data (`id`, `stride`, ...) say how it is cut. Raises `NothingFitsError` if nothing fits.
+    lengths; options of data (`id`, `stride`, ...) say how it is cut. With `sampler` "gp", "tpe" or "random" one of
+    Optuna's samplers explores, for comparison. Raises `NothingFitsError` if nothing fits.
 
     >>> plan = find_feasible_config(cell="gru", seq=50, hidden=16, batch=4, threads=1, max_probes=2)
     >>> plan.ooms, plan.candidate.microbatch * plan.candidate.accumulation >= 4
     (0, True)
     """
-    from oomguard._plan.find import Question, find_plan
+    from oomguard._plan.find import find_plan
     from oomguard._search.run import Limits
+
+    limits = Limits(max_probes=max_probes, seconds=parse_seconds(timeout, "timeout"))
+    more = {"limits": limits, "sampler": sampler, "ledger": ledger, "storage": storage}
+    question = _question(spec, data, fields, budget, device, maximize, allow, **more)
+    return find_plan(question, find_target(question.devices[0]), find_budget(question.devices[0]), progress)
+
+
+def sampler(
+    spec: Spec | None = None,
+    *,
+    budget: int | str | None = None,
+    device: str = "cpu",
+    maximize: str | Sequence[str] = "throughput",
+    allow: str | Sequence[str] = "precision",
+    **fields: Any,
+) -> "Sampler":
+    """The sampler of `find_feasible_config`, an `optuna.samplers.BaseSampler`, for a study of your own.
+
+    Its `suggest(trial)` gives the spec and the candidate to run, its `report(trial, record)` stores the record and
+    returns the values of the trial.
+
+    >>> import optuna
+    >>> chosen = sampler(cell="gru", seq=50, hidden=16, batch=4, threads=1)
+    >>> trial = optuna.create_study(direction="maximize", sampler=chosen).ask()
+    >>> chosen.suggest(trial).candidate.threads
+    1
+    """
+    from oomguard._plan.find import make_sampler
+
+    question = _question(spec, None, fields, budget, device, maximize, allow)
+    return make_sampler(question, find_target(question.devices[0]), find_budget(question.devices[0]))
+
+
+def _question(
+    spec: Spec | None,
+    data: Any,
+    fields: dict[str, Any],
+    budget: int | str | None,
+    device: str,
+    maximize: str | Sequence[str],
+    allow: str | Sequence[str],
+    **more: Any,
+) -> "Question":
+    """What a plan is asked for, by the words of the command line."""
+    from oomguard._plan.find import Question
 
     own, knobs = _split(fields)
     aims = tuple("microbatch" if word == "batch" else word for word in _words("maximize", maximize))
     open_batch = spec is None and "batch" not in own and aims == ("microbatch",) and "microbatch" not in knobs
     if spec is None and data is None and aims[:1] == ("seq",):
         own = {"seq": 1} | own
-    spec = read_spec(spec, own) if data is None else _spec_for(spec, data, own)
-    question = Question(
-        spec=spec,
+    return Question(
+        spec=read_spec(spec, own) if data is None else _spec_for(spec, data, own),
         devices=_words("device", device),
         budget_bytes=read_budget(budget),
         maximize=aims,
         allow=tuple(word for word in _words("allow", allow) if word != "none"),
         fixed={name: value for name, value in knobs.items() if value is not None},
-        limits=Limits(max_probes=max_probes, seconds=parse_seconds(timeout, "timeout")),
-        ledger=ledger,
-        storage=storage,
         open_batch=open_batch,
+        **more,
     )
-    return find_plan(question, find_target(question.devices[0]), find_budget(question.devices[0]), progress)
 
 
 def tradeoffs(

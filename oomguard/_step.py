@@ -17,8 +17,7 @@ from oomguard._rnn.model import Recurrent, build, trainable
 from oomguard._spec.candidate import Candidate
 from oomguard._spec.spec import Spec
 
-Chooser = Callable[[Microbatch], Candidate]
-"""Chooses the candidate that runs a microbatch."""
+Chooser = Callable[[Microbatch], Candidate]  # chooses the candidate that runs a microbatch
 Run = Callable[[Optimizer, Callable[[], object]], None]
 """Runs the step of an optimizer, which is the second argument: the guard handles failures in it."""
 _OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
@@ -35,30 +34,20 @@ class Training:
     model: Recurrent
     candidate: Candidate
     optimizer: Optimizer
-    scaler: GradScaler | None = None
-    """Scales the loss in fp16."""
+    scaler: GradScaler | None = None  # scales the loss in fp16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """The result of an update."""
 
-    loss: Tensor
-    """The mean loss over the real targets (several outputs are summed), on the model's device."""
-    skipped: bool = False
-    """Whether fp16 gradients overflowed, so that no weight changed and the scale was lowered."""
-    norm: Tensor | None = None
-    """The gradient's norm before clipping; None without clipping."""
+    loss: Tensor  # the mean loss over the real targets (several outputs are summed), on the model's device
+    skipped: bool = False  # whether fp16 gradients overflowed, so that no weight changed and the scale was lowered
+    norm: Tensor | None = None  # the gradient's norm before clipping; None without clipping
 
 
 def prepare(spec: Spec, candidate: Candidate, device: str = "cpu", lr: float = 1e-3) -> Training:
-    """Make a new model with its optimizer, on a device.
-
-    >>> spec = Spec(cell="gru", seq=5, features=3, hidden=4, batch=2)
-    >>> training = prepare(spec, Candidate(microbatch=2))
-    >>> step(training, [Microbatch(torch.randn(5, 2, 3), torch.randn(5, 2, 1))], targets=10).skipped
-    False
-    """
+    """Make a new model with its optimizer, on a device."""
     model = build(spec).to(device)
     scaler = GradScaler(torch.device(device).type) if candidate.precision == "fp16" else None
     return Training(model=model, candidate=candidate, optimizer=make_optimizer(model, candidate, lr), scaler=scaler)

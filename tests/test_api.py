@@ -15,7 +15,8 @@ import oomguard
 from oomguard._core.units import GIB
 from oomguard._device.find import find_budget, find_target
 from oomguard._estimate import cards
-from oomguard._estimate.breakdown import Estimate
+from oomguard._estimate.breakdown import Estimate, split
+from oomguard._estimate.margins import OFFSET_BYTES, bare
 from oomguard._estimate.target import on_card, resident_within
 from oomguard._spec.candidate import KNOBS, Candidate, Candidates, make_candidate
 from oomguard._spec.spec import Spec
@@ -193,11 +194,13 @@ def test_it_fits_exactly_from_total_and_margin_on(device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "knobs", "percent"), [("cpu", {}, 10), ("cpu", {"allocator": "system"}, 30), (CARD, {}, 15)]
+    ("device", "allocator", "kind"),
+    [("cpu", "tight", ("cpu", "onednn")), ("cpu", "system", ("cpu", "onednn")), (CARD, "system", ("cuda", "cudnn"))],
 )
-def test_the_margin_is_a_share_of_the_growth(device: str, knobs: dict[str, Any], percent: int) -> None:
-    found = oomguard.estimate(SPEC, device=device, **knobs)
-    assert found.margin_bytes == pytest.approx(found.growth_bytes * percent / 100, abs=100)
+def test_the_margin_is_a_share_of_what_is_not_known(device: str, allocator: str, kind: tuple[str, str]) -> None:
+    found = oomguard.estimate(SPEC, device=device, allocator=allocator)
+    rest = float(split(found)[1][0]) + OFFSET_BYTES[kind[0]]
+    assert found.margin_bytes == pytest.approx(rest * bare(*kind, allocator, "fp32", False), rel=0.01)
 
 
 def test_the_budget_of_a_named_card_is_what_cuda_shows_of_it() -> None:

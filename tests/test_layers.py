@@ -76,8 +76,8 @@ def test_nothing_above_the_device_imports_torch() -> None:
     assert not {file for file in importers("torch") if layer_of(Path(file)) in above}
 
 
-def test_only_the_study_imports_optuna() -> None:
-    assert importers("optuna") <= {"_search/study.py"}
+def test_only_the_search_imports_optuna() -> None:
+    assert importers("optuna") <= {"_search/run.py", "_search/sampler.py", "_search/study.py"}
 
 
 def test_only_the_device_imports_nvml() -> None:

@@ -313,8 +313,7 @@ def _devices(*, cards: bool = False, json: bool = False, **_: Any) -> Answer:
     return _answer(json, lambda: devices_json(devices, note), partial(show_devices, devices, note))
 
 
-started_with: list[str] | None = None
-"""The arguments of this process, if it was started by the command."""
+started_with: list[str] | None = None  # the arguments of this process, if it was started by the command
 
 
 def _restart_with(exports: dict[str, str]) -> None:
@@ -327,7 +326,6 @@ def _restart_with(exports: dict[str, str]) -> None:
 
 
 def say(text: str) -> None:
-    """Print a message to stderr."""
     print(f"oomguard: {visible(text)}", file=sys.stderr)  # noqa: T201
 
 

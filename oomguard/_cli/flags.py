@@ -27,23 +27,15 @@ Struct = type[msgspec.Struct]
 class Flag(NamedTuple):
     """One flag or argument. Its value reaches a command as text; the field that takes it checks it."""
 
-    name: str
-    """Name of the field, such as `layer_norm`."""
-    metavar: str
-    """Placeholder of the value in the help; empty for a switch."""
-    text: str = ""
-    """Help text; empty if it comes from the docstring of the field."""
+    name: str  # name of the field, such as `layer_norm`
+    metavar: str  # placeholder of the value in the help; empty for a switch
+    text: str = ""  # help text; empty if it comes from the docstring of the field
     kind: type = str
-    choices: tuple[str, ...] = ()
-    """Values that it takes; empty if there are others."""
-    many: bool = False
-    """Whether it may be given several times."""
-    negative: bool = False
-    """Whether a switch is on by default, so that the help shows the flag that turns it off."""
-    struct: Struct | None = None
-    """The struct that has the field."""
-    fixes: bool = False
-    """Whether it fixes a knob of a search, which has no default then."""
+    choices: tuple[str, ...] = ()  # values that it takes; empty if there are others
+    many: bool = False  # whether it may be given several times
+    negative: bool = False  # whether a switch is on by default, so that the help shows the flag that turns it off
+    struct: Struct | None = None  # the struct that has the field
+    fixes: bool = False  # whether it fixes a knob of a search, which has no default then
 
     @property
     def word(self) -> str:
@@ -64,11 +56,6 @@ _HELP = {
 
 
 def flags_of(struct: Struct, leave_out: Iterable[str] = (), *, fixes: bool = False) -> list[Flag]:
-    """The flags of the fields of a struct.
-
-    >>> [flag.word for flag in flags_of(Candidate)][:5]
-    ['--microbatch', '--accumulation', '--precision', '--segments', '--no-recompute']
-    """
     return [
         Flag(
             name=name,
@@ -104,12 +91,14 @@ ANYWHERE = [Flag("device", "NAME", "cpu, cuda, cuda:0,cuda:1 or a card such as a
 LOSSY = [knob.role.lossy for knob in KNOBS.values() if knob.role.lossy is not None]
 # aims and defaults are written out, so that the help need not import the search; a test compares them
 AIMS = ("throughput", "batch", "microbatch", "seq")
+SAMPLERS = ("auto", "gp", "tpe", "random")
 _AIM = "Aim of the search; the first of several decides, and the plan has their front (default: throughput)."
 SEARCH = [
     Flag("maximize", "LIST", _AIM, choices=AIMS),
     Flag("allow", "LIST", "Lossy knobs that may change (default: precision).", choices=(*LOSSY, "none")),
     Flag("max_probes", "N", "Probes at most (default: 24).", int),
-    Flag("timeout", "SECONDS", "Time limit of the search, such as 90s or 5min (default: 100s)."),
+    Flag("timeout", "SECONDS", "Time limit of the search, such as 90s or 5min (default: 55s)."),
+    Flag("sampler", "NAME", "Who chooses the probes; the others are Optuna's (default: auto).", choices=SAMPLERS),
     Flag("ledger", "DIR", "Store all records there, and continue with those that it has."),
     Flag("storage", "URL", "Optuna storage, for several machines that search together."),
 ]
@@ -166,13 +155,7 @@ def docs_of(struct: Struct) -> dict[str, str]:
 
 
 def help_of(flag: Flag) -> str:
-    """The help text of a flag: its own, or the first sentence of the field's docstring, with choices and default.
-
-    >>> help_of(next(flag for flag in SPEC if flag.name == "head"))
-    'Predict at every time step, or once after the last. One of per-step (default), last-step.'
-    >>> help_of(next(flag for flag in FIXED if flag.name == "engine"))
-    'Kernel that runs the cell. One of cudnn, onednn, native.'
-    """
+    """The help text of a flag: its own, or the first sentence of the field's docstring, with choices and default."""
     text, default = flag.text, None
     if flag.struct is not None:
         fields = fields_of(flag.struct)
@@ -247,11 +230,7 @@ class Group(AsTyped, TyperGroup):
 
 
 def flowing(text: str) -> str:
-    """A help text whose paragraphs the terminal wraps; lists keep their lines.
-
-    >>> flowing("One\\nsentence.\\n\\n- a\\n- b")
-    'One sentence.\\n\\n- a\\n- b'
-    """
+    """A help text whose paragraphs the terminal wraps; lists keep their lines."""
     paragraphs = text.split("\n\n")
     return "\n\n".join(part if part.startswith("- ") else part.replace("\n", " ") for part in paragraphs)
 

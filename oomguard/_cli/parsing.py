@@ -24,8 +24,7 @@ def read(values: dict[str, Any]) -> tuple[Spec, Candidate]:
 
 
 def read_planned(values: dict[str, Any]) -> tuple[Spec, dict[str, Any]]:
-    """The spec, with the lengths of --data if that is given, and all that is fixed for a search: its fields (the batch
-    only if it was given) and knobs."""
+    """The spec, with the lengths of --data, and the fields (the batch if given) and knobs that a search keeps fixed."""
     spec, knobs = _read_planned(values)
     fields = msgspec.structs.asdict(spec)
     if "batch" not in _spec_fields(values.get("model"), values.get("preset")) | values:
@@ -116,7 +115,6 @@ def read_options(values: dict[str, Any], flags: Iterable[Flag]) -> dict[str, Any
 
 
 def read_path(values: dict[str, Any], command: str) -> str:
-    """The file of --data."""
     if "data" not in values:
         raise MisuseError(
             rule=f"{command} needs data", got="got none", advice="Add --data with a .npy, .csv, .parquet or .txt file."

@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 import msgspec
 
-REQUIRED = msgspec.NODEFAULT
-"""The default of a field that has none."""
+REQUIRED = msgspec.NODEFAULT  # the default of a field that has none
 
 
 class OomguardError(Exception):
@@ -75,20 +74,13 @@ class Bounds(NamedTuple):
 class Field(NamedTuple):
     """One field of a struct."""
 
-    name: str
-    """Name in Python and in JSON."""
-    kind: type
-    """Type of its values other than None: int, float, bool, str, tuple or dict."""
-    choices: tuple[str, ...]
-    """The texts that it takes; empty if it takes any."""
-    bounds: Bounds | None
-    """Bounds of a whole number; None if it has none."""
-    optional: bool
-    """Whether it takes None."""
-    default: Any
-    """Its default, or REQUIRED."""
-    marks: tuple[Any, ...]
-    """All annotations."""
+    name: str  # name in Python and in JSON
+    kind: type  # type of its values other than None: int, float, bool, str, tuple or dict
+    choices: tuple[str, ...]  # the texts that it takes; empty if it takes any
+    bounds: Bounds | None  # bounds of a whole number; None if it has none
+    optional: bool  # whether it takes None
+    default: Any  # its default, or REQUIRED
+    marks: tuple[Any, ...]  # all annotations
 
     def check(self, value: object) -> None:
         """Raise unless the field takes the value. Values of other types than int, bool and choices are not checked."""
@@ -104,13 +96,6 @@ class Field(NamedTuple):
 
 @cache
 def fields_of(struct: Callable[..., msgspec.Struct]) -> dict[str, Field]:
-    """The fields of a struct by name.
-
-    >>> class Sizes(msgspec.Struct):
-    ...     rows: Annotated[int | None, Bounds(1, 9)] = None
-    >>> fields_of(Sizes)["rows"].bounds, fields_of(Sizes)["rows"].optional
-    (Bounds(low=1, high=9), True)
-    """
     hints = get_type_hints(struct, include_extras=True)
     return {
         field.name: _field(field.name, hints[field.name], field.default)
@@ -148,7 +133,6 @@ def check_whole(name: str, value: object, low: int, high: int, *, optional: bool
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
-    """Raise unless the value is one of the choices."""
     if not (isinstance(value, str) and value in choices):
         raise wrong(name, f"one of {', '.join(choices)}", value, nearest(value, list(choices)))
 
@@ -159,16 +143,10 @@ def wrong(name: str, form: str, value: object, advice: str) -> MisuseError:
 
 
 def unknown(what: str, name: object, known: Iterable[str]) -> MisuseError:
-    """The error for a name that does not exist.
-
-    >>> print(unknown("argument", "hiden", ["hidden", "seq"]))
-    Unknown argument 'hiden'. Did you mean 'hidden'?
-    """
     return MisuseError(rule=f"Unknown {what} {shown(name)}", got="", advice=nearest(name, list(known), quote="'"))
 
 
 def check_names(what: str, names: Iterable[str], known: Iterable[str]) -> None:
-    """Raise if one of the names does not exist."""
     for name in names:
         if name not in known:
             raise unknown(what, name, known)
@@ -180,11 +158,7 @@ def conflict(rule: str, first: str, second: str) -> MisuseError:
 
 
 def flag(name: str) -> str:
-    """The command-line flag of a field; text with a space in it is returned as the start of a sentence.
-
-    >>> flag("cell"), flag("layer_norm"), flag("a count")
-    ('--model', '--layer-norm', 'A count')
-    """
+    """The command-line flag of a field; text with a space in it is returned as the start of a sentence."""
     if " " in name:
         return name[0].upper() + name[1:]
     return "--model" if name == "cell" else "--" + name.replace("_", "-")
@@ -202,11 +176,7 @@ def shown(value: object) -> str:
 
 
 def visible(text: str) -> str:
-    """Text with its control characters escaped, so that the content of a file cannot control the terminal.
-
-    >>> visible("T4\\x1b[2J"), visible("64 → 256\\n")
-    ('T4\\\\x1b[2J', '64 → 256\\n')
-    """
+    """Text with its control characters escaped, so that the content of a file cannot control the terminal."""
     return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
 
 

@@ -75,10 +75,7 @@ def read_lines(path: Path) -> tuple[list[bytes], bytes]:
 
 
 def read_values(path: Path, kind: type[Value]) -> list[Value]:
-    """All values of a file of JSON lines, in order; none if there is no file.
-
-    A line that cannot be read is skipped with a warning that names it.
-    """
+    """All values of a file of JSON lines; none if there is no file. A line it cannot read is skipped with a warning."""
     try:
         lines, rest = read_lines(path)
     except FileNotFoundError:
@@ -145,12 +142,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def command(call: str) -> list[str]:
-    """The command of a child that runs a line of Python with this package and this process's `sys.path`.
-
-    >>> import subprocess
-    >>> subprocess.run(command("print(oomguard.__name__)"), capture_output=True, text=True).stdout
-    'oomguard\\n'
-    """
+    """The command of a child that runs a line of Python with this package and this process's `sys.path`."""
     root = str(Path(__file__).parents[2])
     return [sys.executable, "-c", _START.format(root=root, path=[str(entry) for entry in sys.path], call=call)]
 
@@ -159,9 +151,6 @@ def run_elsewhere(module: str, function: str, *arguments: Any) -> Any:
     """Call a function of a module in a child process; returns its result or raises its error.
 
     The memory of the child, with the libraries that the function imports, is free again afterwards.
-
-    >>> run_elsewhere("math", "sqrt", 16.0)
-    4.0
     """
     call = f"from {__name__} import _answer; _answer()"
     done = subprocess.run(command(call), input=pickle.dumps((module, function, arguments)), stdout=subprocess.PIPE)

@@ -6,8 +6,7 @@ import re
 from oomguard._core.errors import check_whole, wrong
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
-MAX_BYTES = 1 << 60
-"""Largest size: 1 EiB, more than any machine has and well within an int64."""
+MAX_BYTES = 1 << 60  # largest size: 1 EiB, more than any machine has and well within an int64
 
 _UNIT_BYTES = {
     **{"": 1, "b": 1, "k": KIB, "m": MIB, "g": GIB, "t": TIB},
@@ -19,11 +18,7 @@ _NUMBER_AND_UNIT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNO
 
 
 def parse_bytes(text: str, name: str = "a size") -> int:
-    """Read a size. Binary units (KiB, MiB, GiB, or k, m, g) count in 1024s, kB, MB and GB in 1000s.
-
-    >>> parse_bytes("6GiB"), parse_bytes("700 MiB"), parse_bytes("8GB"), parse_bytes("1.5g")
-    (6442450944, 734003200, 8000000000, 1610612736)
-    """
+    """Read a size. Binary units (KiB, MiB, GiB, or k, m, g) count in 1024s, kB, MB and GB in 1000s."""
     size_bytes = int(_parse(text, _UNIT_BYTES, name, "such as 6GiB or 700MiB"))
     if not 1 <= size_bytes <= MAX_BYTES:
         raise wrong(name, "from 1 B to 1 EiB", text, "Write it as 6GiB.")
@@ -31,31 +26,19 @@ def parse_bytes(text: str, name: str = "a size") -> int:
 
 
 def parse_seconds(seconds: float | str, name: str = "a duration") -> float:
-    """Read a duration, given as text or as a number of seconds.
-
-    >>> parse_seconds("90"), parse_seconds("2m"), parse_seconds("1.5h")
-    (90.0, 120.0, 5400.0)
-    """
+    """Read a duration, given as text or as a number of seconds."""
     return _parse(seconds, _UNIT_SECONDS, name, "such as 90s, 2m or 1h") if isinstance(seconds, str) else seconds
 
 
 def read_budget(budget: int | str | None) -> int | None:
-    """The bytes of a budget that is given as a number or as text; None stays None.
-
-    >>> read_budget("6GiB"), read_budget(1000), read_budget(None)
-    (6442450944, 1000, None)
-    """
+    """The bytes of a budget that is given as a number or as text; None stays None."""
     budget_bytes = parse_bytes(budget, "budget") if isinstance(budget, str) else budget
     check_whole("budget", budget_bytes, 1, MAX_BYTES)
     return budget_bytes
 
 
 def format_bytes(size_bytes: float) -> str:
-    """Format a size with two decimals, in the largest binary unit in which it is at least 1.
-
-    >>> format_bytes(13314398618), format_bytes(8519680), format_bytes(512), format_bytes(-3 * MIB)
-    ('12.40 GiB', '8.12 MiB', '512 B', '-3.00 MiB')
-    """
+    """Format a size with two decimals, in the largest binary unit in which it is at least 1."""
     for unit_bytes, unit in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         # a size that would round to 1024.00 is written as 1.00 of the next unit
         if abs(size_bytes) >= unit_bytes * (1 - 0.5 / 102400):
@@ -64,11 +47,6 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format a duration.
-
-    >>> format_seconds(0.0123), format_seconds(7.25), format_seconds(90), format_seconds(7300)
-    ('12.3 ms', '7.2 s', '1 min 30 s', '2 h 2 min')
-    """
     # a duration that would round to 1000.0 ms or to 60 s is written as 1 of the next unit
     if seconds < 0.99995:
         return f"{seconds * 1e3:.1f} ms"

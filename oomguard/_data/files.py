@@ -21,14 +21,11 @@ from oomguard._data.source import Appended, Array, Ints, Mapped, cached, fingerp
 from oomguard._data.values import choose_columns, forecasts, target_width
 from oomguard._spec.spec import Spec
 
-CHUNK_CHARACTERS = 1 << 20
-"""Characters of text that are converted at a time."""
-BYTE_TOKENS = 256
-"""Size of the vocabulary if tokens are bytes."""
+CHUNK_CHARACTERS = 1 << 20  # characters of text that are converted at a time
+BYTE_TOKENS = 256  # size of the vocabulary if tokens are bytes
 
 
 def open_array(data: Path | Array, spec: Spec, options: DataOptions) -> Arrays:
-    """An array as a store."""
     mapped = map_array(data)
     shape, path = mapped.array.shape, mapped.path
     axes = 1 if spec.vocab is not None else 2
@@ -182,7 +179,6 @@ def _characters(path: Path, vocab: int, options: DataOptions) -> tuple[Mapped, s
 
 
 def _chunks(path: Path) -> Iterator[str]:
-    """The text of a file, some characters at a time."""
     with path.open("rb") as raw, TextIOWrapper(raw, encoding="utf-8", newline="") as file:
         try:
             while text := file.read(CHUNK_CHARACTERS):

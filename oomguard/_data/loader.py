@@ -27,10 +27,8 @@ from oomguard._spec.spec import Spec
 WORKER_BYTES = 160 * MIB
 """Memory of a worker process without its microbatches: 155 MiB if it is spawned and imports torch 2.13 anew, 8 MiB if
 it is forked."""
-MAX_WORKERS = 4
-"""More workers do not help: one fills a microbatch from a mapped file faster than a pass computes it."""
-LOST_WORKER = "DataLoader worker (pid"
-"""How PyTorch's error for a worker that has died begins (torch 2.13, dataloader.py)."""
+MAX_WORKERS = 4  # one fills a microbatch from a mapped file faster than a pass computes it
+LOST_WORKER = "DataLoader worker (pid"  # start of the error for a worker that died (torch 2.13, dataloader.py)
 
 
 def collate(spec: Spec, pairs: Iterable[Pair], lengths: Ints) -> Microbatch:
@@ -59,7 +57,6 @@ def collate(spec: Spec, pairs: Iterable[Pair], lengths: Ints) -> Microbatch:
 
 
 def read_microbatch(source: Source, spec: Spec, sequences: Ints) -> Microbatch:
-    """The microbatch of these sequences, read now."""
     return collate(spec, (source[int(sequence)] for sequence in sequences), source.lengths[sequences])
 
 
@@ -67,8 +64,7 @@ def read_microbatch(source: Source, spec: Spec, sequences: Ints) -> Microbatch:
 class Batch:
     """The sequences of one optimizer step, by their numbers. Its microbatches can be asked for more than once."""
 
-    position: Position
-    """Where training is before this batch."""
+    position: Position  # where training is before this batch
     sequences: Ints
     loader: "Loader"
     stream: "_Stream | None"
@@ -106,15 +102,11 @@ class Loader:
 
     source: Source
     spec: Spec
-    buckets: Mapping[int, int]
-    """Length of the longest sequence of each bucket -> its microbatch."""
+    buckets: Mapping[int, int]  # length of the longest sequence of each bucket -> its microbatch
     seed: int = 0
-    workers: int = 0
-    """Processes that prepare microbatches; 0: this process makes each when it is asked for."""
-    prefetch: int = 2
-    """Microbatches that each worker prepares ahead."""
-    pinned: bool = False
-    """Whether microbatches are in page-locked memory, from which a CUDA card reads directly."""
+    workers: int = 0  # processes that prepare microbatches; 0: this process makes each when it is asked for
+    prefetch: int = 2  # microbatches that each worker prepares ahead
+    pinned: bool = False  # whether microbatches are in page-locked memory, from which a CUDA card reads directly
 
     def __post_init__(self) -> None:
         check_whole("workers", self.workers, 0, 128, optional=False)
@@ -124,7 +116,6 @@ class Loader:
 
     @cached_property
     def order(self) -> Order:
-        """Which sequences each batch has."""
         return Order(lengths=self.source.lengths, buckets=self.buckets, batch=self.spec.batch, seed=self.seed)
 
     def __len__(self) -> int:
@@ -145,13 +136,12 @@ class Loader:
                 stream.close()
 
     def read(self, sequences: Ints) -> Microbatch:
-        """The microbatch of these sequences, read now in this process."""
         made = read_microbatch(self.source, self.spec, sequences)
         return Microbatch(made.inputs.pin_memory(), made.targets.pin_memory(), made.lengths) if self.pinned else made
 
 
 Answer = tuple[int, Microbatch | MisuseError]
-"""What a worker sends: the number of a batch, and one of its microbatches or what is wrong with the data."""
+"""A message of a worker: the number of a batch, and one of its microbatches or the error in the data."""
 
 
 class _Reader(Dataset[Answer]):
@@ -217,7 +207,6 @@ class _Stream:
         return None
 
     def close(self) -> None:
-        """End the workers."""
         if self.answers is not None:
             self.answers = None
             _handle_ended_children(self.handler)

@@ -24,8 +24,7 @@ from oomguard._data.values import Normaliser, fit_normaliser
 from oomguard._spec.read import make_spec
 from oomguard._spec.spec import MAX_SEQ, Spec, longest_seq
 
-MAX_LENGTHS = 256
-"""Different lengths in a histogram at most: more would slow the planner down and improve no plan."""
+MAX_LENGTHS = 256  # different lengths in a histogram at most: more would slow the planner down and improve no plan
 CUTTING = (
     *("format", "columns", "target", "ahead", "id", "targets", "stride", "nan"),
     *("characters", "vocabulary", "truncate", "limit", "cache"),
@@ -35,26 +34,17 @@ _FORMATS = {
     **{".npy": "npy", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".pq": "parquet"},
     **{".txt": "text", ".text": "text", ".md": "text"},
 }
-"""Format of a file by its suffix."""
 _LINE = re.compile(rb"\s*(\d{1,18})\s*(?:[:,;\t ]\s*(\d{1,18})\s*)?")
 _HEADER = re.compile(rb'\s*[A-Za-z"#_]')
-_LINE_BYTES = 1000
-"""Longest line of lengths that is read at once: a file without line ends is never in memory whole."""
+_LINE_BYTES = 1000  # longest line that is read at once: a file without line ends is never in memory whole
 
 
 class Missing(NamedTuple):
-    """Data that is in neither part, training nor validation.
+    """Data that is in neither part, training nor validation."""
 
-    >>> Missing(truncated=1200, dropped=1).words()
-    '1,200 were cut to the length of the spec, 1 was left out for a NaN'
-    """
-
-    truncated: int = 0
-    """Sequences that were cut."""
-    dropped: int = 0
-    """Sequences that were left out for a NaN."""
-    short: int = 0
-    """Series, or parts of a split one, that were left out because they are too short to have a target."""
+    truncated: int = 0  # sequences that were cut
+    dropped: int = 0  # sequences that were left out for a NaN
+    short: int = 0  # series, or parts of a split one, that are too short to have a target
 
     def words(self) -> str:
         """The counts that are not 0, in words."""
@@ -69,10 +59,8 @@ class Data:
 
     train: Source
     validation: Source | None
-    normaliser: Normaliser | None
-    """Fitted on the training part, or as it was given."""
-    missing: Missing
-    """What is left out of both parts."""
+    normaliser: Normaliser | None  # fitted on the training part, or as it was given
+    missing: Missing  # sequences that neither part has
 
 
 def open_source(data: Any, spec: Spec, options: DataOptions | None = None) -> Source:
@@ -83,10 +71,7 @@ def open_source(data: Any, spec: Spec, options: DataOptions | None = None) -> So
 
 
 def open_data(data: Any, spec: Spec, options: DataOptions | None = None, normaliser: Normaliser | None = None) -> Data:
-    """The data as a source for training and one for validation, both normalised as the training part requires.
-
-    A normaliser from a checkpoint is used as it is.
-    """
+    """The data for training and validation, both normalised by the training part or by a normaliser that is given."""
     options = options or DataOptions()
     if options.inputs_only:
         raise MisuseError(

@@ -13,11 +13,7 @@ Nan = Literal["error", "drop", "zero"]
 
 
 class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the data is read. What is not given follows from the file and the spec.
-
-    >>> DataOptions(target=("price",), id="shop").split is None
-    True
-    """
+    """How the data is read. What is not given follows from the file and the spec."""
 
     format: Format | None = None
     """Format of the file; None: by its suffix."""

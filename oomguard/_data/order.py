@@ -16,10 +16,8 @@ from oomguard._core.errors import Bounds, MisuseError, check_fields, check_whole
 from oomguard._data.source import Ints
 from oomguard._spec.spec import MAX_SEQ
 
-MAX_BLOCKS = 100
-"""Blocks that one long series is split into at most: enough for a share of 1 %."""
-ONLY_ONE = 1 << 62
-"""A stride beyond the end of every piece."""
+MAX_BLOCKS = 100  # blocks that one long series is split into at most: enough for a share of 1 %
+ONLY_ONE = 1 << 62  # a stride beyond the end of every piece
 
 
 class Pieces(NamedTuple):
@@ -27,12 +25,10 @@ class Pieces(NamedTuple):
 
     starts: Ints
     stops: Ints
-    series: Ints
-    """Number of the series of each piece."""
+    series: Ints  # number of the series of each piece
 
     @property
     def steps(self) -> Ints:
-        """Rows of each piece."""
         return self.stops - self.starts
 
     def take(self, chosen: Ints) -> "Pieces":
@@ -49,14 +45,11 @@ class Cuts:
     """Sequences cut from pieces. Where one begins is computed when it is asked for, so a window costs no memory."""
 
     pieces: Pieces
-    ahead: int
-    """Rows at the end of a piece that are targets only."""
-    seq: int
-    """Steps of a window; the last one of a piece may be shorter."""
+    ahead: int  # rows at the end of a piece that are targets only
+    seq: int  # steps of a window; the last one of a piece may be shorter
     stride: int
     """Steps from the start of a window to that of the next; `ONLY_ONE`: a piece has one window, at its start."""
-    kept: Ints | None = None
-    """Numbers of the sequences that were not dropped; None: all."""
+    kept: Ints | None = None  # numbers of the sequences that were not dropped; None: all
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pieces", self.pieces.take(np.flatnonzero(self.usable > 0)))
@@ -91,7 +84,6 @@ class Cuts:
         return start, min(self.seq, steps), int(self.pieces.series[piece])
 
     def lengths(self) -> Ints:
-        """Steps of all sequences."""
         steps = np.full(self.total, self.seq, dtype=np.int64)  # all windows are full but the last of each piece
         last = (np.diff(self.first) - 1) * self.stride
         steps[self.first[1:] - 1] = np.minimum(self.seq, self.usable - last)
@@ -147,10 +139,8 @@ def chosen_share(count: int, share: float, seed: int) -> tuple[Ints, Ints]:
 class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where training is in the data: all that a checkpoint needs to continue from there."""
 
-    epoch: Annotated[int, Bounds(0, 1 << 40)] = 0
-    """Number of the pass through the data, from 0."""
-    done: Annotated[int, Bounds(0, 1 << 40)] = 0
-    """Batches of this epoch that are done."""
+    epoch: Annotated[int, Bounds(0, 1 << 40)] = 0  # number of the pass through the data, from 0
+    done: Annotated[int, Bounds(0, 1 << 40)] = 0  # batches of this epoch that are done
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -164,13 +154,11 @@ class Order:
     first. Every batch is full, except perhaps the last one of an epoch, which is kept.
     """
 
-    lengths: Ints
-    """Time steps of each sequence."""
+    lengths: Ints  # time steps of each sequence
     buckets: Mapping[int, int]
     """Length of the longest sequence of each bucket -> its microbatch: the rows of a pass that the plan has measured.
     Shorter sequences do not get more rows, since some memory is per row, not per step."""
-    batch: int
-    """Sequences of an optimizer step."""
+    batch: int  # sequences of an optimizer step
     seed: int = 0
 
     def __post_init__(self) -> None:

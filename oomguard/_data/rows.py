@@ -28,20 +28,14 @@ from oomguard._spec.spec import Spec
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Store:
-    """What is known of all opened data. Rows are the steps of all series."""
+    """Facts about all opened data. Rows are the steps of all series."""
 
-    borders: Ints
-    """The row at which each series begins, and the row at which the last ends."""
-    about: dict[str, Any]
-    """What `Source.describe` says of the data."""
-    long: bool = False
-    """Whether it is one long series, to be cut into windows."""
-    ahead: int = 0
-    """Steps that a target lies ahead of its inputs."""
-    per_series: bool = False
-    """Whether there is a target for each series instead of for each step."""
-    checked: bool = False
-    """Whether no value need be checked before training."""
+    borders: Ints  # the row at which each series begins, and the row at which the last ends
+    about: dict[str, Any]  # what `Source.describe` says of the data
+    long: bool = False  # whether it is one long series, to be cut into windows
+    ahead: int = 0  # steps that a target lies ahead of its inputs
+    per_series: bool = False  # whether there is a target for each series instead of for each step
+    checked: bool = False  # whether no value need be checked before training
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,16 +43,12 @@ class Arrays(Store):
     """The arrays of a file, from which each sequence is read when it is asked for."""
 
     inputs: Mapped
-    targets: Mapped
-    """May be the inputs."""
-    first_row: int = 0
-    """Number of the first row, as messages count them."""
+    targets: Mapped  # may be the inputs
+    first_row: int = 0  # number of the first row, as messages count them
     ids: Path | None = None
     """Directory with the id of each series and the place of each row in the user's file; None: series have no ids."""
 
     def pair(self, spec: Spec, nan: Nan, start: int, steps: int, series: int) -> Pair:
-        """A sequence and its targets."""
-
         def read(mapped: Mapped, start: int, steps: int, index: Index | None) -> Array:
             return as_values(mapped.rows(start, steps), index, nan, lambda row, *at: mapped.where(start + row, *at))
 
@@ -94,11 +84,9 @@ class Items(Store):
     """The pairs (inputs, targets) of a map-style Dataset, read one at a time."""
 
     dataset: Any
-    left_out: dict[str, int]
-    """How many items have a NaN ("dropped") or no steps ("short")."""
+    left_out: dict[str, int]  # how many items have a NaN ("dropped") or no steps ("short")
 
     def pair(self, spec: Spec, nan: Nan, start: int, steps: int, series: int) -> Pair:
-        """A sequence and its targets."""
         inputs, targets = _checked_pair(spec, self.dataset[series], nan, f"item {series:,}")
         first = start - int(self.borders[series])
         kept = slice(first, first + steps)
@@ -113,12 +101,9 @@ class Source:
     cuts: Cuts
     spec: Spec
     nan: Nan
-    truncated: int
-    """Sequences that were cut."""
-    short: int
-    """Series that were left out because they are too short to have a target."""
-    normaliser: Normaliser | None = None
-    """Applied to each sequence that is read."""
+    truncated: int  # sequences that were cut
+    short: int  # series that were left out because they are too short to have a target
+    normaliser: Normaliser | None = None  # applied to each sequence that is read
 
     @cached_property
     def lengths(self) -> Ints:
@@ -133,7 +118,7 @@ class Source:
         return pair if self.normaliser is None else self.normaliser.applied(pair)
 
     def describe(self) -> dict[str, Any]:
-        """What was read, how large it is and how many sequences it gives, as plain values for a checkpoint."""
+        """The kind and size of the data and the number of its sequences, as plain values for a checkpoint."""
         left_out = {"dropped": self.cuts.total - len(self), "short": self.short}
         if isinstance(self.store, Items):
             left_out = self.store.left_out
@@ -188,7 +173,6 @@ def cut_sources(store: Arrays | Items, spec: Spec, options: DataOptions, *sides:
 
 
 def _check_lengths(store: Arrays | Items, spec: Spec, pieces: Pieces) -> None:
-    """Raise if a piece is longer than the spec says."""
     steps, most = pieces.steps - store.ahead, spec.steps
     over = int(np.count_nonzero(steps > most))
     if not over:

@@ -29,16 +29,11 @@ Ints = NDArray[np.int64]
 Pair = tuple[Array, Array]
 """Inputs (steps x features in float32, or tokens in int64) and targets (for each step, or for the sequence)."""
 
-CHUNK_ELEMENTS = 1 << 20
-"""Elements that are looked at together when a whole file is scanned."""
-CHUNK_ROWS = 1 << 16
-"""Rows that are moved at a time when series are brought together."""
-PRINT_BYTES = 1 << 20
-"""Bytes of each end of a file or array that its fingerprint covers."""
-RESIDENT_BYTES = 4 << 20
-"""Bytes read from a mapped file after which its pages are released."""
-VERSION = 3
-"""Version of the layout of converted files. Data with another one is converted again."""
+CHUNK_ELEMENTS = 1 << 20  # elements that are looked at together when a whole file is scanned
+CHUNK_ROWS = 1 << 16  # rows that are moved at a time when series are brought together
+PRINT_BYTES = 1 << 20  # bytes of each end of a file or array that its fingerprint covers
+RESIDENT_BYTES = 4 << 20  # bytes read from a mapped file after which its pages are released
+VERSION = 3  # Version of the layout of converted files. Data with another one is converted again.
 
 
 def let_go(array: Array) -> None:
@@ -53,14 +48,10 @@ class Mapped:
     """Rows of an array, counted over all series. If it is mapped from a file, pickling copies none of its content."""
 
     array: Array
-    path: str
-    """What messages call the array."""
-    unit: str = "row"
-    """What messages call a row."""
-    grouped: bool = False
-    """Whether the first axis counts series and the second their steps."""
-    columns: tuple[int, ...] | None = None
-    """Columns that are read; None: all."""
+    path: str  # what messages call the array
+    unit: str = "row"  # what messages call a row
+    grouped: bool = False  # whether the first axis counts series and the second their steps
+    columns: tuple[int, ...] | None = None  # columns that are read; None: all
     _read_bytes: int = field(default=0, init=False)
 
     @classmethod
@@ -117,11 +108,7 @@ class Mapped:
 
 
 def fingerprint(*data: Path | Array) -> str:
-    """A hash of both ends of files or arrays, to recognise them: large ones take no longer than small ones.
-
-    >>> fingerprint(np.zeros(3)) == fingerprint(np.zeros(3)), fingerprint(np.zeros(3)) == fingerprint(np.ones(3))
-    (True, False)
-    """
+    """A hash of both ends of files or arrays, to recognise them: large ones take no longer than small ones."""
     digest = hashlib.sha256()
     for part in data:
         if isinstance(part, Path):
@@ -184,7 +171,7 @@ def cached(
 
 
 def _read_about(home: Path, state: dict[str, int]) -> dict[str, Any] | None:
-    """What the conversion of a file returned; None if there is none of the file in this state."""
+    """The stored result of a conversion; None if there is none of the file in this state."""
     try:
         kept = json.loads((home / "about.json").read_text())
     except (OSError, ValueError):
@@ -224,10 +211,7 @@ class Appended(AbstractContextManager["Appended"]):
 
 
 def group_rows(paths: list[Path], codes_path: Path, series: int) -> Ints:
-    """Bring the rows of each series together in `.npy` files, in chunks, and return the borders of the series.
-
-    The codes are the number of each row's series, and are removed.
-    """
+    """Sort the rows of `.npy` files by series, and return the borders. `codes` has each row's series and is removed."""
     codes = Mapped.npy(codes_path)
     counts, last, in_order = np.zeros(series, dtype=np.int64), 0, True
     for _, block in codes.blocks():

@@ -27,14 +27,10 @@ from oomguard._data.rows import Arrays
 from oomguard._data.source import Appended, Ints, Mapped, cached, fingerprint, group_rows, no_data, unreadable
 from oomguard._spec.spec import Spec
 
-BLOCK_BYTES = 1 << 20
-"""Bytes of a CSV that are parsed at a time: pyarrow 26 reads about 30 blocks ahead."""
-ROWS_PER_BLOCK = 64
-"""Rows of a block at least, if they are as long as the header: a row must fit into a block."""
-HEADER_BYTES = 64 << 20
-"""Longest header of a CSV: no more than this is read of a file without line ends."""
-BLOCK_ROWS = 1 << 16
-"""Rows of a Parquet file that are decoded at a time; a row group is never in memory whole."""
+BLOCK_BYTES = 1 << 20  # bytes of a CSV that are parsed at a time: pyarrow 26 reads about 30 blocks ahead
+ROWS_PER_BLOCK = 64  # rows of a block at least, if they are as long as the header: a row must fit into a block
+HEADER_BYTES = 64 << 20  # longest header of a CSV: no more than this is read of a file without line ends
+BLOCK_ROWS = 1 << 16  # rows of a Parquet file that are decoded at a time; a row group is never in memory whole
 
 
 class Table(NamedTuple):
@@ -42,13 +38,9 @@ class Table(NamedTuple):
 
     path: Path
     names: list[str]
-    """Names of all columns."""
-    first_row: int
-    """Number of the first row of data, as an editor shows it: in a CSV the header is row 1."""
-    delimiter: str | None = None
-    """What separates the columns of a CSV; None: the table is Parquet."""
-    block_bytes: int = 0
-    """Bytes of a CSV that are parsed at a time."""
+    first_row: int  # number of the first row of data, as an editor shows it: in a CSV the header is row 1
+    delimiter: str | None = None  # what separates the columns of a CSV; None: the table is Parquet
+    block_bytes: int = 0  # bytes of a CSV that are parsed at a time
 
 
 class Part(NamedTuple):
@@ -56,8 +48,7 @@ class Part(NamedTuple):
 
     file: str
     names: list[str]
-    range: values.Index | None
-    """The range of tokens or classes; None: the columns are numbers."""
+    range: values.Index | None  # the range of tokens or classes; None: the columns are numbers
 
 
 def open_table(path: Path, kind: str, spec: Spec, options: DataOptions) -> Arrays:
@@ -150,7 +141,6 @@ def _is_number(cell: str) -> bool:
 
 
 def _batches(table: Table, wanted: list[str], id_column: str | None) -> Iterator[pa.RecordBatch]:
-    """The wanted columns, some rows at a time."""
     if table.delimiter is None:
         # without a buffer, the columns of a row group would be read whole
         with parquet.ParquetFile(table.path, buffer_size=BLOCK_BYTES, pre_buffer=False) as file:
@@ -201,10 +191,8 @@ class _Reader:
 
     def __init__(self, table: Table, parts: list[Part], id_column: str | None) -> None:
         self.table, self.parts, self.id_column, self.rows = table, parts, id_column, 0
-        self.nan: dict[str, tuple[str, str]] = {}
-        """Place and value of the first NaN of each array."""
-        self.series: dict[Any, int] = {}
-        """Number of each series by its id, in the order in which they come up."""
+        self.nan: dict[str, tuple[str, str]] = {}  # place and value of the first NaN of each array
+        self.series: dict[Any, int] = {}  # number of each series by its id, in the order in which they come up
 
     def blocks(self, batch: pa.RecordBatch) -> list[NDArray[Any]]:
         blocks: list[NDArray[Any]] = [self._checked(batch, part) for part in self.parts]

@@ -15,13 +15,10 @@ from oomguard._data.options import DataOptions, Nan
 from oomguard._data.source import Array, Ints, Pair
 from oomguard._spec.spec import Spec
 
-MISSING = np.iinfo(np.int64).min
-"""What stands for NaN among tokens and classes, which are whole numbers."""
+MISSING = np.iinfo(np.int64).min  # what stands for NaN among tokens and classes, which are whole numbers
 
-Where = Callable[[int, int], str]
-"""The place of a value, from its row in the block and its column."""
-Columns = tuple[list[str], list[str], int]
-"""Names of the inputs and of the targets, and the steps that a target lies ahead of its inputs."""
+Where = Callable[[int, int], str]  # the place of a value, from its row in the block and its column
+Columns = tuple[list[str], list[str], int]  # inputs, targets, and the steps that a target lies ahead
 
 
 def choose_columns(names: list[str], spec: Spec, options: DataOptions, path: object) -> Columns:
@@ -90,7 +87,6 @@ def target_width(spec: Spec) -> int:
 
 
 def check_column(name: str, names: Collection[str], path: object) -> None:
-    """Raise unless the file has the column."""
     if name not in names:
         raise MisuseError(
             rule="A column that is named must be in the file",
@@ -169,18 +165,12 @@ class Normaliser(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Mean and standard deviation of every feature, as plain numbers for JSON."""
 
     mean: tuple[float, ...]
-    """Mean of each feature."""
-    std: tuple[float, ...]
-    """Standard deviation of each feature; 1 for a constant one, which becomes 0."""
-    target_mean: tuple[float, ...] | None = None
-    """Mean of each target; None: targets are not normalised."""
+    std: tuple[float, ...]  # standard deviation of each feature; 1 for a constant one, which becomes 0
+    target_mean: tuple[float, ...] | None = None  # mean of each target; None: targets are not normalised
     target_std: tuple[float, ...] | None = None
-    """Standard deviation of each target."""
-    steps: int
-    """Time steps that they were computed from."""
+    steps: int  # time steps that they were computed from
 
     def applied(self, pair: Pair) -> Pair:
-        """A sequence and its targets, normalised."""
         inputs, targets = pair
         inputs = ((inputs - np.array(self.mean)) / np.array(self.std)).astype(np.float32)
         if self.target_mean is not None and self.target_std is not None:
@@ -206,7 +196,6 @@ class Moments:
         self.squares: NDArray[np.float64] = np.zeros(1)
 
     def add(self, block: Array) -> None:
-        """Count the rows of a block in."""
         rows = block.reshape(len(block), -1).astype(np.float64)
         mean = rows.mean(axis=0)
         total, shift = self.count + len(rows), mean - self.mean

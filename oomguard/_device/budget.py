@@ -23,46 +23,29 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: int
     """The largest since the reset. CPU: resident bytes of the whole process (of its whole life, where the kernel does
     not let the peak be reset). CUDA: what the card would show for the process, reserved bytes and context."""
-    now_bytes: int
-    """The bytes in use now, counted as `peak_bytes`."""
-    runtime_bytes: int
-    """Bytes in use before any model exists. CPU: resident bytes at the reset. CUDA: the context."""
-    committed_bytes: int | None = None
-    """CPU: VmData now, which is what an rlimit counts. None on CUDA, and where nothing counts it."""
+    now_bytes: int  # the bytes in use now, counted as `peak_bytes`
+    runtime_bytes: int  # Bytes in use before any model exists. CPU: resident bytes at the reset. CUDA: the context.
+    committed_bytes: int | None = None  # CPU: VmData now, which an rlimit counts; None where nothing counts it
     committed_peak_bytes: int | None = None
     """CPU: the largest VmData since the reset: exact while the address space grows beyond all it ever was, else from
     below."""
-    allocated_bytes: int | None = None
-    """CUDA: the largest sum of tensors since the reset (`torch.cuda.max_memory_allocated`)."""
-    reserved_bytes: int | None = None
-    """CUDA: the most that PyTorch's allocator has taken since the reset (`max_memory_reserved`)."""
-    retries: int = 0
-    """CUDA: how often since the reset the allocator had to empty its cache and ask again: a sign of strain."""
-    swapped_bytes: int = 0
-    """CPU: bytes of this process that are swapped out now."""
+    allocated_bytes: int | None = None  # CUDA: `torch.cuda.max_memory_allocated` since the reset
+    reserved_bytes: int | None = None  # CUDA: `torch.cuda.max_memory_reserved` since the reset
+    retries: int = 0  # CUDA: how often since the reset the allocator emptied its cache and asked again
+    swapped_bytes: int = 0  # CPU: bytes of this process that are swapped out now
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
-    """One limit on memory. Its figures are checked when it is made.
+    """One limit on memory. Its figures are checked when it is made."""
 
-    >>> group = Limit.read("memory.max", "…", limit_bytes=1000, used_bytes=700, held_bytes=300)
-    >>> group.left_bytes, group.reach_bytes
-    (300, 600)
-    """
-
-    name: str
-    """The name of the limit: `free RAM`, `memory.max`, `RLIMIT_DATA`, `card memory`."""
-    limit_bytes: int
-    """The most that may be used, by everyone to whom it applies together."""
-    used_bytes: int
-    """Bytes in use by this process and by others. Can exceed a limit that was lowered later."""
-    held_bytes: int
-    """The part of `used_bytes` that this process itself holds."""
+    name: str  # the name of the limit: `free RAM`, `memory.max`, `RLIMIT_DATA`, `card memory`
+    limit_bytes: int  # the most that may be used, by everyone to whom it applies together
+    used_bytes: int  # Bytes in use by this process and by others. Can exceed a limit that was lowered later.
+    held_bytes: int  # the part of `used_bytes` that this process itself holds
     unit: Unit
     """The bytes that count: `resident` (RAM or card memory really taken; exceeding ends in a kill or a CUDA error), or
     `committed` bytes (asked for, touched or not; exceeding makes the allocation fail)."""
-    source: str
-    """The source: the file, call or library that was read."""
+    source: str  # the source: the file, call or library that was read
 
     def __post_init__(self) -> None:
         if not (0 <= self.held_bytes <= self.used_bytes and self.limit_bytes >= 0 and self.name and self.source):
@@ -93,16 +76,9 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
-    """The bytes this process may use on a device: every limit that applies, and the least of them.
+    """The bytes this process may use on a device: every limit that applies, and the least of them."""
 
-    >>> ram, group = Limit.read("free RAM", "…", 900, 100, 50), Limit.read("memory.max", "…", 500, 50, 50)
-    >>> budget = Budget(device="cpu", limits=(ram, group))
-    >>> budget.limit_bytes, budget.left_bytes, budget.committed_bytes, budget.binding.name
-    (500, 450, None, 'memory.max')
-    """
-
-    device: str
-    """The device as `--device` takes it: `cpu`, `cuda:0`."""
+    device: str  # the device as `--device` takes it: `cpu`, `cuda:0`
     limits: tuple[Limit, ...]
     """All that apply, as they were found. One more (a user's own) can be appended with `msgspec.structs.replace`."""
 

@@ -33,8 +33,7 @@ another process holds them that NVML does not list (containers)."""
 class Cuda(msgspec.Struct, frozen=True):
     """Card `cuda:index`. `Cpu` documents the methods."""
 
-    index: int = 0
-    """Its number, as CUDA counts for this process."""
+    index: int = 0  # its number, as CUDA counts for this process
 
     @property
     def name(self) -> str:
@@ -145,8 +144,7 @@ class Cuda(msgspec.Struct, frozen=True):
         return found_bytes if 0 < found_bytes <= MOST_CONTEXTS * usual_bytes else usual_bytes
 
 
-_retries: dict[int, int] = {}
-"""The allocator's retries at the last reset, by card."""
+_retries: dict[int, int] = {}  # the allocator's retries at the last reset, by card
 _inherited: dict[int, float] = {}
 """The share of the memory that this process was allowed before `enforce` first changed it, by card."""
 

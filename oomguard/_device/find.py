@@ -15,8 +15,7 @@ from oomguard._estimate.target import CPU, Target, on_card, resident_within
 
 NO_CUDA = "The torch installed here is built without CUDA: cards can be planned for, not used."
 
-Device = Cpu | Cuda
-"""A device that is present and runs candidates. Both have the same methods, which `Cpu` documents."""
+Device = Cpu | Cuda  # A device that is present. Both have the same methods, which `Cpu` documents.
 
 
 def open_device(name: str) -> Device:
@@ -42,11 +41,7 @@ def open_device(name: str) -> Device:
 
 
 def card_index(name: str) -> int | None:
-    """The number of a card that is here, from `cuda` or `cuda:1`; None if the name means something else.
-
-    >>> card_index("cuda"), card_index("cuda:1"), card_index("cpu")
-    (0, 1, None)
-    """
+    """The number of a card that is here, from `cuda` or `cuda:1`; None if the name means something else."""
     if name != "cuda" and not str(name).startswith("cuda:"):
         return None
     number = re.fullmatch(r"cuda(?::(\d{1,3}))?", name)
@@ -74,11 +69,7 @@ def present_devices() -> tuple[list[Device], str | None]:
 
 
 def find_target(device: str) -> Target:
-    """Return the target of a device's name: the CPU, a card that is present, or one of cards.toml.
-
-    >>> find_target("cpu").cuda, find_target("A100 80GB").device
-    (False, 'a100-80gb')
-    """
+    """Return the target of a device's name: the CPU, a card that is present, or one of cards.toml."""
     index = card_index(device)
     if index is not None:
         return on_card(Cuda(index).status().known, device)

@@ -105,11 +105,7 @@ def _ways_up(proc: Path, own: Status) -> Iterator[tuple[int, list[Path]]]:
 
 
 def _group_paths(text: str) -> dict[int, str]:
-    """The process's group in v2 and in v1's memory hierarchy, from the lines of /proc/self/cgroup.
-
-    >>> _group_paths("4:cpu,memory:/job\\n0::/user.slice") == {1: "/job", 2: "/user.slice"}
-    True
-    """
+    """The process's group in v2 and in v1's memory hierarchy, from the lines of /proc/self/cgroup."""
     found = {}
     for number, controllers, path in (line.split(":", 2) for line in text.split("\n") if line):
         if number == "0" and not controllers:
@@ -149,11 +145,7 @@ def _way_up(root: str, point: Path, path: str, pid: int | None) -> list[Path]:
 
 
 def _below(root: str, path: str) -> tuple[int, list[str]] | None:
-    """Find the way from the top of a mount down to a group: levels without a name, then names. None: it is not below.
-
-    >>> _below("/docker/ab", "/docker/ab/job"), _below("/../..", "/job"), _below("/docker/ab", "/other")
-    ((0, ['job']), (2, ['job']), None)
-    """
+    """The way from the top of a mount down to a group: levels without a name, then names. None if it is not below."""
     tops, names = list(PurePosixPath(root).parts[1:]), list(PurePosixPath(path).parts[1:])
     while tops and names and tops[0] == names[0]:
         tops, names = tops[1:], names[1:]
@@ -206,10 +198,6 @@ def _stat(group: Path) -> dict[str, int]:
 
 
 def _number(text: str) -> int | None:
-    """A number of bytes; None for `max`, for nothing, and for v1's way to say no limit (2^63 less a page).
-
-    >>> _number("4096\\n"), _number("max\\n"), _number(""), _number("9223372036854771712")
-    (4096, None, None, None)
-    """
+    """A number of bytes; None for `max`, for nothing, and for v1's way to say no limit (2^63 less a page)."""
     text = text.strip()
     return int(text) if text.isdecimal() and int(text) < MAX_BYTES else None

@@ -27,12 +27,9 @@ workspace for fp16 (`cudnn._persistent`), and NVML does not tell."""
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
     """A process that holds memory of a card."""
 
-    pid: int
-    """Its process id, as NVML numbers it."""
-    name: str | None
-    """Its name; None where NVML may not say."""
-    used_bytes: int | None
-    """Bytes that it holds; None where NVML does not tell (Windows)."""
+    pid: int  # its process id, as NVML numbers it
+    name: str | None  # its name; None where NVML may not say
+    used_bytes: int | None  # bytes that it holds; None where NVML does not tell (Windows)
 
     def __str__(self) -> str:
         held = "some" if self.used_bytes is None else format_bytes(self.used_bytes)
@@ -40,31 +37,15 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CardStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A card that is here, as it is now. (`oomguard._estimate.cards.Card` is one that need not be.)
+    """A card that is here, as it is now. (`oomguard._estimate.cards.Card` is one that need not be.)"""
 
-    >>> trainer = Holder(pid=4711, name="python", used_bytes=3 << 30)
-    >>> card = CardStatus(name="NVIDIA L4", uuid="GPU-a", compute_capability=(8, 9), total_bytes=22 << 30,
-    ...                   free_bytes=18 << 30, holders=(trainer,), source="NVML")
-    >>> card.known.name, card.budget("cuda:0").limit_bytes >> 30
-    ('l4-24gb', 18)
-    >>> card.budget("cuda:0").binding.source
-    'NVML on NVIDIA L4, where python (4711) holds 3.00 GiB'
-    """
-
-    name: str
-    """NVIDIA's name: `NVIDIA A100-SXM4-80GB`. `cards.card` takes it."""
-    uuid: str
-    """`GPU-…`, or `MIG-…` for a part of a card."""
-    compute_capability: tuple[int, int]
-    """Major and minor: (8, 0) is sm 8.0."""
-    total_bytes: int | None
-    """Memory that CUDA shows; None if the card uses the host's memory (DGX Spark)."""
-    free_bytes: int | None
-    """Memory that no process holds; None as above."""
-    holders: tuple[Holder, ...]
-    """The processes that hold its memory, this one included, as far as is known."""
-    source: str
-    """The source: NVML or torch."""
+    name: str  # NVIDIA's name: `NVIDIA A100-SXM4-80GB`. `cards.card` takes it.
+    uuid: str  # `GPU-…`, or `MIG-…` for a part of a card
+    compute_capability: tuple[int, int]  # major and minor: (8, 0) is sm 8.0
+    total_bytes: int | None  # memory that CUDA shows; None if the card uses the host's memory (DGX Spark)
+    free_bytes: int | None  # memory that no process holds; None as above
+    holders: tuple[Holder, ...]  # the processes that hold its memory, this one included, as far as is known
+    source: str  # the source: NVML or torch
 
     @property
     def own_bytes(self) -> int:
@@ -73,7 +54,6 @@ class CardStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def others(self) -> tuple[Holder, ...]:
-        """The other processes that hold its memory."""
         return tuple(holder for holder in self.holders if holder.pid != os.getpid())
 
     @property
@@ -201,7 +181,6 @@ def _nvml() -> Iterator[Any]:
 
 
 def _no_card(got: str) -> dict[str, str]:
-    """The parts of the message where there is no card to use."""
     return {
         "rule": "--device cuda needs an NVIDIA driver and a card",
         "got": got,
@@ -210,7 +189,6 @@ def _no_card(got: str) -> dict[str, str]:
 
 
 def _visible(nvml: Any) -> list[str]:
-    """The UUIDs of the cards that CUDA shows this process."""
     uuids = [nvml.nvmlDeviceGetUUID(handle) for handle in _handles(nvml)]
     return visible(os.environ.get(SETTING), uuids)
 
@@ -220,7 +198,6 @@ def _handles(nvml: Any) -> list[Any]:
 
 
 def check_index(index: int, shown: int) -> None:
-    """Raise unless `cuda:index` is among the cards that CUDA shows."""
     under = f" under {SETTING}={os.environ[SETTING]!r}" if SETTING in os.environ else ""
     if not shown:
         raise MisuseError(**_no_card(f"there is no card{under}"))

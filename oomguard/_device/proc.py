@@ -13,24 +13,16 @@ PROC = Path("/proc")
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """The memory of one process, as /proc/PID/status shows it; 0 where it does not."""
 
-    resident_bytes: int
-    """VmRSS: what it has in RAM, libraries and shared memory included."""
-    peak_bytes: int
-    """VmHWM: the largest VmRSS since it was reset (`5` written to clear_refs), or since the process began."""
-    committed_bytes: int | None
-    """VmData: private writable mappings, touched or not; None where nothing counts them (no /proc)."""
-    pid: int | None = None
-    """Its id as this /proc numbers it; None without /proc."""
+    resident_bytes: int  # VmRSS: what it has in RAM, libraries and shared memory included
+    peak_bytes: int  # VmHWM: the largest VmRSS since a reset (`5` written to clear_refs) or the start
+    committed_bytes: int | None  # VmData: private writable mappings, touched or not; None without /proc
+    pid: int | None = None  # its id as this /proc numbers it; None without /proc
     anonymous_bytes: int = 0
     """RssAnon and RssShmem: resident and backed by no file. Without /proc, what would be freed if it ended."""
-    file_bytes: int = 0
-    """RssFile: resident pages of files."""
-    space_bytes: int = 0
-    """VmSize: all mappings."""
-    space_peak_bytes: int = 0
-    """VmPeak: the largest VmSize since the process began. The kernel never resets it."""
-    swapped_bytes: int = 0
-    """VmSwap: what of it is swapped out."""
+    file_bytes: int = 0  # RssFile: resident pages of files
+    space_bytes: int = 0  # VmSize: all mappings
+    space_peak_bytes: int = 0  # VmPeak: the largest VmSize since the process began. The kernel never resets it.
+    swapped_bytes: int = 0  # VmSwap: what of it is swapped out
 
 
 def read_status(pid: int | None = None, proc: Path = PROC) -> Status | None:
@@ -84,9 +76,5 @@ def read_text(path: Path) -> str:
 
 
 def read_sizes(lines: str) -> dict[str, int]:
-    """The lines `Name: 12 kB` of /proc/meminfo and /proc/self/status, in bytes.
-
-    >>> read_sizes("Pid:\\t7\\nVmData:\\t     292 kB\\n")
-    {'VmData': 299008}
-    """
+    """The lines `Name: 12 kB` of /proc/meminfo and /proc/self/status, in bytes."""
     return {name: int(size) * KIB for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", lines, re.MULTILINE)}

@@ -8,6 +8,7 @@ The other knobs (precision, engine, ...) have one value in a group, so candidate
 those, and each group goes in chunks that fit the cache.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,33 +19,24 @@ from numpy.typing import NDArray
 from oomguard._estimate import terms
 from oomguard._estimate.call import Count, Flag, Ints, Knobs, where
 from oomguard._estimate.engines import cudnn
-from oomguard._estimate.malloc import PAGE_BYTES, heap_of, reserved_bytes
+from oomguard._estimate.malloc import PAGE_BYTES, reserved_bytes
+from oomguard._estimate.margins import OFFSET_BYTES, allocator_on, bare
 from oomguard._estimate.moments import TERMS, Moments, Terms, evaluation_moments, in_system_heap, training_moments
 from oomguard._estimate.passes import Pass, border_bytes, by_layer_bytes, make_pass, piece_steps, stays_on_host
-from oomguard._estimate.target import CPU, Target, engine_for
+from oomguard._estimate.target import CPU, Target
 from oomguard._spec.candidate import Candidate, Candidates, is_none
 from oomguard._spec.spec import Spec
 
-Name = str | NDArray[np.str_]
-"""A name, or an array of them."""
+Name = str | NDArray[np.str_]  # a name, or an array of them
 
-MARGIN_PERCENT = {"tight": 10, "fast native": 30, "fast onednn": 110, "system": 30, "cuda": 15}
-"""Margin in percent of the growth over the runtime, by heap: fixed or moving thresholds (rows of the benchmark, run
-again: 16 of PyTorch's own kernels in `fast` peaked at 0.96 to 1.19 of the estimate, 18 of oneDNN in `fast` at 0.99 to
-2.0; of 87 in `system`, third steps at up to 1.34, 95 % of them at up to 1.27), cuDNN's workspace (assumed)."""
-SCATTERED_PERCENT = 35
-"""Margin in percent with fixed thresholds and a fragmented heap (two such rows of the benchmark, vanilla RNNs, peaked
-at 1.17 and 1.33 of the estimate; a GRU with blocks of 1 KiB at 1.13, and at 1.21 of what shorter sequences had led to
-expect)."""
-
+KNOWN = ("runtime", "weights", "optimizer", "input")
+"""Terms that are sizes of tensors: a probe measures them apart from the rest, and nothing corrects them."""
 CHUNK_ROWS = 1 << 15
 """Rows of a chunk: a few dozen arrays of this length fit a core's cache (in one piece it takes twice as long)."""
-_NAME = "U32"
-"""Room for the name of any moment or engine."""
+_NAME = "U32"  # room for the name of any moment or engine
 _FIGURES = ("total_bytes", "host_bytes", "steps", "allocated_bytes", "reserved_bytes")
 """Figures of an estimate, beside its margin; None where a device does not have them."""
-_NUMERIC = ("window", "threads")
-"""Knobs whose columns can hold None beside numbers."""
+_NUMERIC = ("window", "threads")  # knobs whose columns can hold None beside numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,33 +163,33 @@ def _host_bytes(step: Pass) -> Count:
     return host + (stays if stays_on_host(step) else 0)
 
 
-def scattered(spec: Spec, knobs: Knobs) -> Flag:
-    """Whether the heap fragments: a vanilla RNN or a GRU in segments, whose steps keep blocks smaller than a page.
+def is_fragile(spec: Spec, knobs: Knobs, target: Target) -> Flag:
+    """CPU: whether peaks vary: those of vanilla RNNs, and those of GRUs in segments with blocks smaller than a page.
 
     The blocks that one segment frees have gaps between them, into which the next segment's blocks do not fit.
-
-    >>> spec = Spec(cell="rnn", seq=10_000, hidden=64)
-    >>> [bool(scattered(spec, Candidate(microbatch=8, segments=pieces))) for pieces in (1, 2)]
-    [False, True]
     """
     small: Flag = 4 * spec.hidden * knobs.microbatch < PAGE_BYTES
-    return small & (knobs.segments > 1) & (spec.cell != "lstm")
+    return (spec.cell == "rnn") | small & (knobs.segments > 1) & (spec.cell == "gru") if not target.cuda else False
 
 
-def margin_bytes(spec: Spec, growth_bytes: Count, candidate: Knobs, target: Target) -> Count:
-    """Bytes to add to an estimate that no record has calibrated: about the 95th percentile of its error.
+def split(estimate: Estimate) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The known part of the peak without the runtime, and the rest, which records correct (at least a page)."""
+    parts = (estimate.total_bytes, *(estimate.terms[term] for term in KNOWN))
+    total, runtime, *others = np.broadcast_arrays(*map(np.atleast_1d, parts))
+    known = np.sum(others, axis=0, dtype=float)
+    return known, np.maximum(total - runtime - known, 4096.0)
+
+
+def margin_bytes(spec: Spec, estimate: Estimate, target: Target) -> Count:
+    """Bytes to add to the estimate of candidates of one group that no record has calibrated (margins.py).
 
     Calibration by the records of this machine replaces it.
-
-    >>> spec = Spec(cell="lstm", seq=1000)
-    >>> [margin_bytes(spec, 1000, Candidate(microbatch=1, allocator=one), CPU) for one in ("tight", "fast", "system")]
-    [100, 1100, 300]
     """
-    heap = "cuda" if target.cuda else heap_of(candidate.allocator, engine_for(spec, candidate, target))
-    percent: Count = MARGIN_PERCENT[heap]
-    if heap in ("tight", "fast native"):
-        percent = where(scattered(spec, candidate), SCATTERED_PERCENT, percent)
-    return -(-growth_bytes // 100) * percent  # divided first: the largest specs fill most of an int64
+    knobs, device = estimate.candidate, "cuda" if target.cuda else "cpu"
+    kind = device, str(estimate.engine), allocator_on(device, knobs.allocator), str(knobs.precision)
+    shares = [math.ceil(1024 * bare(*kind, fragile)) for fragile in (True, False)]
+    rest = estimate.total_bytes - sum(estimate.terms[term] for term in KNOWN) + OFFSET_BYTES[device]
+    return -(-rest // 1024) * where(is_fragile(spec, knobs, target), *shares)  # an int64 is nearly full: divide first
 
 
 def estimate_batch(spec: Spec, candidates: Candidates, target: Target, *, training: bool = True) -> Estimate:
@@ -209,7 +201,7 @@ def estimate_batch(spec: Spec, candidates: Candidates, target: Target, *, traini
     moment, engine = np.empty(length, dtype=_NAME), np.empty(length, dtype=_NAME)
     for rows, group in _groups(spec, candidates):
         found = estimate_step(spec, group, target, training=training)
-        margin = margin_bytes(spec, found.growth_bytes, group, target)
+        margin = margin_bytes(spec, found, target)
         _fill(figures, rows, {"margin_bytes": margin} | {name: getattr(found, name) for name in _FIGURES}, length)
         _fill(terms, rows, found.terms, length)
         _fill(moments, rows, found.moments, length)

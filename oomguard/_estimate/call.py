@@ -8,15 +8,12 @@ from numpy.typing import NDArray
 from oomguard._spec.candidate import Candidate, Candidates
 
 Ints = NDArray[np.int64]
-Count = int | Ints
-"""An int, or an array of them: the arithmetic is written once for one candidate and for many."""
-Flag = bool | NDArray[np.bool_]
-"""A truth value, or an array of them."""
+Count = int | Ints  # an int, or an array of them: the arithmetic is written once for one candidate and for many
+Flag = bool | NDArray[np.bool_]  # a truth value, or an array of them
 Knobs = Candidate | Candidates
 """One candidate, or many whose other knobs than numbers are equal: the arithmetic reads both alike."""
 
-GATES = {"rnn": 1, "gru": 3, "lstm": 4}
-"""Gates per cell: rows of the weight matrices in units of the hidden size."""
+GATES = {"rnn": 1, "gru": 3, "lstm": 4}  # gates per cell: rows of the weight matrices in units of the hidden size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,21 +25,16 @@ class Call:
 
     cell: str
     steps: Count
-    rows: Count
-    """Sequences in the call (the microbatch)."""
-    tokens: Count
-    """Sum over the time steps of the sequences still running: steps x rows, fewer when packed."""
-    inputs: int
-    """Features that the first layer reads."""
+    rows: Count  # sequences in the call (the microbatch)
+    tokens: Count  # sum over the time steps of the sequences still running: steps x rows, fewer when packed
+    inputs: int  # features that the first layer reads
     hidden: int
     projection: int | None = None
-    layers: int = 1
-    """Layers inside this one call."""
+    layers: int = 1  # layers inside this one call
     directions: int = 1
     element_bytes: Count = 4
     packed: bool = False
-    input_gradient: bool = False
-    """Whether anything below wants the gradient of the input."""
+    input_gradient: bool = False  # whether anything below wants the gradient of the input
 
     @property
     def output(self) -> int:
@@ -54,10 +46,8 @@ class Call:
 class Footprint:
     """The bytes that one call needs, and when it needs them. Every engine returns one."""
 
-    kept: Count
-    """Made by forward and needed by backward; given back when the call's backward ends."""
-    keeps_output: bool
-    """Whether the output is part of `kept`; otherwise whoever reads it keeps it."""
+    kept: Count  # made by forward and needed by backward; given back when the call's backward ends
+    keeps_output: bool  # whether the output is part of `kept`; otherwise whoever reads it keeps it
     heap: Count = 0
     """Bytes kept like `kept`, but in the C heap, whose high-water mark stays resident until the step ends."""
     forward: Count
@@ -66,12 +56,9 @@ class Footprint:
     """Needed by backward while it runs, beside the gradient of the output: the input's gradient included."""
     weight_gradients: Count
     """The gradients of the call's weights that backward leaves, and the copies that it makes on the way."""
-    inference: Count
-    """Needed by forward while it runs if no gradient is wanted, beside input and output."""
-    scratch: Count = 0
-    """The largest block that forward and backward ask for while they run."""
-    block: Count = 0
-    """The block of one direction with what is kept beside the output; 0 if that is in many small ones."""
+    inference: Count  # needed by forward while it runs if no gradient is wanted, beside input and output
+    scratch: Count = 0  # the largest block that forward and backward ask for while they run
+    block: Count = 0  # the block of one direction with what is kept beside the output; 0 if that is in many small ones
 
 
 def where(condition: Flag, yes: Count, no: Count) -> Count:

@@ -23,14 +23,10 @@ class Pass:
     candidate: Knobs
     target: Target
     engine: str
-    calls: tuple[Call, ...]
-    """The recurrent calls, first layer first."""
-    footprints: tuple[Footprint, ...]
-    """The footprint of each call."""
-    tokens: Count
-    """Tokens of the piece."""
-    pieces: Count
-    """Number of pieces of the sequence."""
+    calls: tuple[Call, ...]  # the recurrent calls, first layer first
+    footprints: tuple[Footprint, ...]  # the footprint of each call
+    tokens: Count  # tokens of the piece
+    pieces: Count  # number of pieces of the sequence
 
     @property
     def element_bytes(self) -> Count:

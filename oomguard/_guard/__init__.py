@@ -23,10 +23,8 @@ from oomguard._plan.value import Plan
 from oomguard._probe.verdict import Verdict, judge
 from oomguard._spec.candidate import Candidate
 
-DONE, OOM, FAILED = 0, 1, 2
-"""Outcome of an attempt; among several processes the largest counts."""
-Agree = Callable[[Sequence[int]], list[int]]
-"""Returns the largest of each number over all processes that train together."""
+DONE, OOM, FAILED = 0, 1, 2  # outcome of an attempt; among several processes the largest counts
+Agree = Callable[[Sequence[int]], list[int]]  # the largest of each number over all processes
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -74,8 +72,7 @@ class Guard:
         self.device = device or open_device(plan.where.device)
         self.position = position or LadderPosition()
         self.ladder = make_ladder(plan)
-        self.steps = 0
-        """Steps completed."""
+        self.steps = 0  # steps completed
         limit_bytes = None if plan.asked_budget_bytes is None else plan.budget_bytes
         self.watch = Watch(device=self.device, limit_bytes=limit_bytes)
         self.updates = Updates(self.device.release)
@@ -172,7 +169,6 @@ class Guard:
         self.tell(kind, reason, **figures | memory | self._rung_figures(), wait=self.position.wait)
 
     def tell(self, kind: str, reason: str, **figures: object) -> None:
-        """Write an event, if this process has a file for them."""
         if self.events is not None:
             self.events.append(self.steps, kind, reason, **figures)
 
@@ -230,10 +226,8 @@ class Attempt(AbstractContextManager["Attempt"]):
 
     def __init__(self, guard: Guard) -> None:
         self.guard, self.split = guard, guard.split
-        self.message: str | None = None
-        """First line of the error that ended it."""
-        self.pressure: Pressure | None = None
-        """Why memory is tight, though the attempt succeeded."""
+        self.message: str | None = None  # first line of the error that ended it
+        self.pressure: Pressure | None = None  # why memory is tight, though the attempt succeeded
         self.agreed: list[int] | None = None
         """The largest over all processes of: outcome, memory is tight, stay on this rung. None: not entered."""
 

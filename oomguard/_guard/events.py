@@ -18,16 +18,11 @@ _RULE = "Events need a readable and writable file"
 class Event(msgspec.Struct, frozen=True, kw_only=True):
     """One change in a training."""
 
-    time: datetime
-    """When it happened, in UTC."""
-    step: int
-    """Optimizer steps made before it."""
-    kind: str
-    """The kind of change in one word, such as `oom`, `tight` or `climb`."""
-    reason: str
-    """The reason as a sentence for the user."""
-    figures: dict[str, Any] = {}
-    """The numbers behind the reason. Numbers that JSON lacks are text (`nan`, `inf`)."""
+    time: datetime  # when it happened, in UTC
+    step: int  # optimizer steps made before it
+    kind: str  # the kind of change in one word, such as `oom`, `tight` or `climb`
+    reason: str  # the reason as a sentence for the user
+    figures: dict[str, Any] = {}  # The numbers behind the reason. Numbers that JSON lacks are text (`nan`, `inf`).
 
 
 class Events:
@@ -47,7 +42,6 @@ class Events:
         return event
 
     def take_new(self) -> tuple[Event, ...]:
-        """The events since the last call."""
         events = tuple(self._unread)
         self._unread.clear()
         return events

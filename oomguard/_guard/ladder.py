@@ -14,9 +14,10 @@ from oomguard._core.units import MIB, format_bytes
 from oomguard._device import Device, Reading
 from oomguard._device.budget import Limit
 from oomguard._estimate.breakdown import estimate_step
+from oomguard._plan.buckets import Bucket
 from oomguard._plan.value import Plan, Rung
 from oomguard._predict.calibration import Prediction
-from oomguard._search.lengths import Bucket, with_steps
+from oomguard._search.lengths import with_steps
 from oomguard._spec.candidate import Candidate
 
 FIRST_WAIT, LONGEST_WAIT = 100, 12_800
@@ -26,21 +27,16 @@ PAUSE_SECONDS = {"cpu": 1.0, "cuda": 0.1}
 between, because peaks and retries are counted since the last check."""
 SWAPPED_BYTES = 16 * MIB
 """How much of this process may be swapped out before it counts: idle pages of libraries are swapped out anyway."""
-SPARE_BYTES = 64 * MIB
-"""Free memory of a card below which the driver may refuse the next block that PyTorch asks for."""
+SPARE_BYTES = 64 * MIB  # free memory of a card below which the driver may refuse PyTorch its next block
 
 
 class LadderPosition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The rung that a training is on. A checkpoint stores it, so that a resumed run continues on the same rung."""
 
-    rung: int = 0
-    """0 is the plan's candidate, 1 its first fallback."""
-    quiet: int = 0
-    """Steps without memory pressure on this rung."""
-    wait: int = FIRST_WAIT
-    """Quiet steps before a climb is tried."""
-    climbed: bool = False
-    """Whether the rung was reached by a climb that has not yet held for `wait` steps."""
+    rung: int = 0  # 0 is the plan's candidate, 1 its first fallback
+    quiet: int = 0  # steps without memory pressure on this rung
+    wait: int = FIRST_WAIT  # quiet steps before a climb is tried
+    climbed: bool = False  # whether the rung was reached by a climb that has not yet held for `wait` steps
 
     def down(self) -> "LadderPosition":
         """One rung down. The wait doubles if the last climb did not hold."""
@@ -52,13 +48,11 @@ class LadderPosition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return LadderPosition(rung=self.rung - 1, wait=self.wait, climbed=True)
 
     def after_step(self) -> "LadderPosition":
-        """The position after one more quiet step."""
         quiet = self.quiet + 1
         return LadderPosition(rung=self.rung, quiet=quiet, wait=self.wait, climbed=self.climbed and quiet < self.wait)
 
     @property
     def may_climb(self) -> bool:
-        """Whether there is a rung above and enough steps were quiet."""
         return self.rung > 0 and self.quiet >= self.wait
 
 
@@ -123,15 +117,11 @@ class Watch:
     """Compares from time to time what this process uses with what it may use."""
 
     device: Device
-    limit_bytes: int | None = None
-    """The user's own budget; None: only the device's limits count."""
-    peak_bytes: int = 0
-    """The largest peak so far."""
+    limit_bytes: int | None = None  # the user's own budget; None: only the device's limits count
+    peak_bytes: int = 0  # the largest peak so far
     _next: float = 0.0
-    _swapped_bytes: int = 0
-    """How much of this process was swapped out when it last counted."""
-    _others_bytes: int | None = None
-    """The card's memory held by other processes when last reported, or the least since then."""
+    _swapped_bytes: int = 0  # how much of this process was swapped out when it last counted
+    _others_bytes: int | None = None  # memory of the card that others held at the last report, or less since
 
     def start(self) -> None:
         """Begin to watch: what happened before does not count."""
@@ -187,10 +177,7 @@ class Watch:
         return None
 
     def _taken_by_others(self, limit: Limit) -> str | None:
-        """A sentence if other processes filled the card since the last report, else None.
-
-        They cannot take what this process holds, so its steps still run; but it could not get one block more.
-        """
+        """A sentence if other processes have filled the card since the last report: it has no block left to give."""
         if self.device.name == "cpu":
             return None
         others_bytes, free_bytes = limit.used_bytes - limit.held_bytes, limit.limit_bytes - limit.used_bytes

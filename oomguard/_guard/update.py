@@ -21,8 +21,7 @@ from torch.optim import Optimizer
 from oomguard._core.errors import TornUpdateError
 from oomguard._probe.verdict import Verdict, judge
 
-Versions = dict[str, int]
-"""In-place changes of a parameter (under the empty name) and of the tensors of its state."""
+Versions = dict[str, int]  # in-place changes of a parameter (under the empty name) and of the tensors of its state
 
 
 class Updates:
@@ -32,14 +31,10 @@ class Updates:
         self.release = release
         self.careful = False
         """Update one parameter at a time from the start: slower, but torn only if not even one parameter fits twice."""
-        self._complete: dict[Tensor, Versions] = {}
-        """The changes that the last successful update made, by parameter."""
+        self._complete: dict[Tensor, Versions] = {}  # changes by the last successful update, by parameter
 
     def run(self, optimizer: Optimizer, step: Callable[[], object] | None = None) -> str | None:
-        """Update every parameter exactly once. Returns the out-of-memory message if memory ran out on the way.
-
-        `step` is called instead of the optimizer's own.
-        """
+        """Update every parameter exactly once by `step`. Returns the error message if memory ran out on the way."""
         before, message = _changes(optimizer, {}), None
         if not self.careful:
             message = _oom_message(lambda: _rehearse(optimizer)) or _oom_message(step or optimizer.step)

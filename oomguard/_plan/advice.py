@@ -16,29 +16,25 @@ from oomguard._estimate.breakdown import Estimate, estimate_batch, estimate_step
 from oomguard._estimate.engines import cudnn
 from oomguard._estimate.passes import make_pass, piece_steps
 from oomguard._estimate.target import Target
+from oomguard._plan.buckets import padded_share, padded_tokens
 from oomguard._plan.value import Shortfall, Way, figures
 from oomguard._predict.calibration import Prediction
 from oomguard._probe.record import Record
-from oomguard._search.lengths import longest_that_fits, padded_share, padded_tokens, with_steps
+from oomguard._search.lengths import longest_that_fits, with_steps
 from oomguard._search.screen import screen
 from oomguard._search.space import ALLOWED, Problem, make_space
 from oomguard._spec.candidate import KNOBS, Candidate, Candidates, serve
 from oomguard._spec.spec import Spec
 
-WORTH = 0.05
-"""The least share of the peak that a change must save to be named, unless it makes the candidate fit."""
+WORTH = 0.05  # the least share of the peak that a change must save to be named, unless it makes the candidate fit
 CLIFF = {"gru": 5.85, "lstm": 3.36}
 """How much slower a step becomes from hidden 128 to 129 on an A100: HanXuxx/RNN_kernel docs/a100_baseline_study.md."""
-NEAR = 8
-"""A hidden size just above a cliff is at most one part in 8 above it."""
-NATIVE_TIME = 1.3
-"""Time of a native LSTM in units of oneDNN's, torch 2.13 on a 2-core CPU, T = 500, B = 16."""
+NEAR = 8  # a hidden size just above a cliff is at most one part in 8 above it
+NATIVE_TIME = 1.3  # time of a native LSTM in units of oneDNN's, torch 2.13 on a 2-core CPU, T = 500, B = 16
 FAMILIES = (("sgd-momentum", "sgd"), ("adam", "adamw", "rmsprop", "adagrad", "adafactor", "adam8bit"))
 """Optimizers that can replace one another."""
-MOST = 0.9
-"""Share of the budget from which on the runtime alone fills it."""
-WORTH_STEPS = 16
-"""Shorter sequences than this are not advised."""
+MOST = 0.9  # share of the budget from which on the runtime alone fills it
+WORTH_STEPS = 16  # shorter sequences than this are not advised
 
 
 class Cost(IntEnum):
@@ -69,12 +65,10 @@ class Case:
 
     @property
     def training(self) -> bool:
-        """Whether the estimate is of a training step, not of an evaluation pass."""
         return "optimizer" in self.estimate.moments
 
     @property
     def now(self) -> Prediction:
-        """What is needed without any change."""
         return _needs(self.estimate)[0]
 
     @property
@@ -88,7 +82,7 @@ class Case:
         return cudnn.MAX_STEPS if self.estimate.engine == "cudnn" else self.spec.steps
 
     def needs(self, **fields: Any) -> list[Prediction]:
-        """What is needed with other fields or knobs, for each value of a list; empty if there is no such candidate."""
+        """Predictions with other fields or knobs, one for each value of a list; empty if there is no such candidate."""
         knobs = msgspec.structs.asdict(self.candidate) | {"accumulation": None}
         knobs |= {name: value for name, value in fields.items() if name in KNOBS}
         try:
@@ -111,7 +105,6 @@ class Case:
                 yield Change(text=text, need=less, cost=cost, fields=fields)
 
     def compare(self, need: Prediction) -> str:
-        """The peak after and before a change."""
         return f"{format_bytes(need.peak_bytes)} instead of {format_bytes(self.now.peak_bytes)}"
 
 
@@ -122,11 +115,7 @@ def _needs(estimate: Estimate) -> list[Prediction]:
 
 
 def in_flags(**fields: Any) -> str:
-    """Fields of a spec, knobs or options as the command line takes them.
-
-    >>> in_flags(microbatch=8, layer_norm=True, batch_first=False)
-    '--microbatch 8 --layer-norm no --batch-first'
-    """
+    """Fields of a spec, knobs or options as the command line takes them."""
     words = {True: "", False: "no "}
     return " ".join(
         words[value] + flag(name) if isinstance(value, bool) else f"{flag(name)} {value}"
@@ -135,13 +124,7 @@ def in_flags(**fields: Any) -> str:
 
 
 def advise(spec: Spec, estimate: Estimate, target: Target) -> list[str]:
-    """At most three changes: unavoidable ones, then those that make it fit (the cheapest first) or save most.
-
-    >>> from oomguard._estimate.target import CPU
-    >>> spec = Spec(cell="lstm", seq=10_000)
-    >>> advise(spec, estimate_step(spec, Candidate(microbatch=32)), CPU)[0].split(":")[0].split(", ")
-    ['--segments 108', 'the same gradient for one more forward pass']
-    """
+    """At most three changes: unavoidable ones, then those that make it fit (the cheapest first) or save most."""
     if isinstance(estimate.candidate, Candidates):
         raise MisuseError(
             rule="Advice is about one candidate", got="got an array of them", advice="Estimate one of them, [i], again."

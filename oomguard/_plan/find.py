@@ -5,11 +5,11 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from oomguard._core.errors import MisuseError, check_whole, nearest, shown
+from oomguard._core.errors import MisuseError, check_choice, check_whole, nearest, shown
 from oomguard._device import Device, card_index, open_device
 from oomguard._device.budget import Budget
 from oomguard._device.cpu import cores
@@ -18,22 +18,19 @@ from oomguard._plan.advice import explain
 from oomguard._plan.make import best, make_plan
 from oomguard._plan.value import Environment, NothingFitsError, Plan
 from oomguard._predict.calibration import same_model
+from oomguard._probe.cache import Cache, user_directory
 from oomguard._probe.record import check_seconds, open_ledger, torch_version
 from oomguard._probe.runner import Runner
 from oomguard._search.propose import largest
-from oomguard._search.run import (
-    Cache,
-    Limits,
-    Progress,
-    Search,
-    SearchResult,
-    measured_on,
-    usable_bytes,
-    user_directory,
-)
+from oomguard._search.run import Limits, Progress, Search, SearchResult, measured_on, usable_bytes
 from oomguard._search.space import Choices, Problem, check_allow, check_fixed, check_maximize, make_space
 from oomguard._spec.candidate import KNOBS, make_candidate, renew
 from oomguard._spec.spec import MAX_BATCH, Spec
+
+if TYPE_CHECKING:
+    from oomguard._search.sampler import Sampler
+
+SAMPLERS = ("auto", "gp", "tpe", "random")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +52,8 @@ class Question:
     """A directory from which the search can be continued."""
     storage: str | None = None
     """A storage of Optuna's, in which several machines can search together."""
+    sampler: str = "auto"
+    """Who chooses the probes: `auto`, or one of Optuna's samplers for comparison: `gp`, `tpe`, `random`."""
     open_batch: bool = False
     """Whether the batch is to be as large as fits in one pass, whatever the spec says."""
 
@@ -67,6 +66,7 @@ class Question:
             )
         check_maximize(self.maximize)
         check_allow(self.allow)
+        check_choice("sampler", self.sampler, SAMPLERS)
         _check_knobs(self.spec, self.fixed)
         object.__setattr__(self, "fixed", {name: renew(name, value) for name, value in self.fixed.items()})
         check_fixed(self.fixed, self.allow)
@@ -90,6 +90,13 @@ def _check_knobs(spec: Spec, fixed: dict[str, Any]) -> None:
                 advice=nearest(name, known),
             )
     make_candidate(spec, **{"microbatch": 1} | fixed)
+
+
+def make_sampler(question: Question, target: Target, budget: Budget) -> "Sampler":
+    """A sampler for a study of the user's own."""
+    from oomguard._search.sampler import Sampler
+
+    return Sampler(_problem(question, target, [open_device(name) for name in question.devices], budget))
 
 
 def find_plan(
@@ -185,7 +192,7 @@ def _search(
     storage = question.storage
     if storage is None and ledger is not None:
         storage = storage_in(ledger.path.parent.absolute())
-    trials = TrialStore(_study_name(question, title), question.maximize, storage)
+    trials = TrialStore(_study_name(question, title), problem, storage)
     cache = Cache(user_directory(), title)
     earlier = [] if ledger is None else ledger.read()
     # a continued search keeps the budget that it began with, if that is still free
@@ -197,6 +204,7 @@ def _search(
         ledger=ledger,
         cache=cache,
         limits=question.limits,
+        sampler=question.sampler,
         progress=progress,
         records=[record for record in measured_on(title, earlier) if same_model(record.spec, question.spec)],
     )

@@ -9,6 +9,7 @@ import numpy as np
 
 from oomguard._core.units import MIB
 from oomguard._estimate.breakdown import estimate_step
+from oomguard._plan.buckets import cut, make_buckets, padded_share, padded_tokens
 from oomguard._plan.value import (
     Aim,
     Allowed,
@@ -26,7 +27,6 @@ from oomguard._plan.value import (
 from oomguard._predict.calibration import Calibration
 from oomguard._predict.fit import pareto_front
 from oomguard._probe.record import Record
-from oomguard._search.lengths import cut, make_buckets, padded_share, padded_tokens
 from oomguard._search.propose import choose, largest, sizes_of
 from oomguard._search.run import SearchResult, count_ooms
 from oomguard._search.screen import SETTING, CandidateTable, record_of, screen

@@ -28,8 +28,7 @@ from oomguard._search.space import ALLOW_WORDS
 from oomguard._spec.candidate import KNOBS, Candidate, check_candidate
 from oomguard._spec.spec import Spec
 
-MAX_FILE_BYTES = 256 << 20
-"""A plan has some hundred KiB; a larger file is something else."""
+MAX_FILE_BYTES = 256 << 20  # a plan has some hundred KiB; a larger file is something else
 _VARIABLE = re.compile("|".join([*SETTINGS, "MALLOC_[A-Z0-9_]{1,64}"]))
 _VALUE = re.compile("[ -~]{0,4096}")
 """A value that a process can be started with: it ends at a NUL, and the system refuses long ones."""
@@ -67,7 +66,6 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def decode_plan(content: bytes, name: str = "The plan") -> Plan:
-    """A plan from its JSON."""
     try:
         version = msgspec.json.decode(content, type=_Versioned).version
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -104,13 +102,12 @@ def _misuse(name: str, got: str) -> MisuseError:
 
 
 def contradictions(plan: Plan) -> Iterator[str]:
-    """What in a plan cannot be true beside the rest of it, each with the name of its field."""
+    """Facts of a plan that contradict the rest of it, each with the name of its field."""
     for check in (_asked, _rungs, _sizes, _buckets, _evidence, _exports):
         yield from check(plan)
 
 
 def _asked(plan: Plan) -> Iterator[str]:
-    """Check the device and the fixed knobs."""
     if plan.where.device != plan.environment.device:
         yield "where.device is not environment.device"
     if plan.where.cuda == (plan.where.device == "cpu"):

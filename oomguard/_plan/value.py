@@ -9,16 +9,14 @@ from oomguard._core.units import MAX_BYTES, format_bytes
 from oomguard._device.budget import Limit
 from oomguard._estimate.breakdown import Estimate
 from oomguard._estimate.target import Target
+from oomguard._plan.buckets import Bucket, Some
 from oomguard._predict.calibration import Prediction, Size
 from oomguard._probe.record import Record
-from oomguard._search.lengths import Bucket, Some
 from oomguard._spec.candidate import Candidate, renew
 from oomguard._spec.spec import Spec
 
-VERSION = 1
-"""The version of the file's format."""
-USUAL_SEQUENCES = 1000
-"""Sequences of an epoch if the size of the data is not known."""
+VERSION = 1  # the version of the file's format
+USUAL_SEQUENCES = 1000  # sequences of an epoch if the size of the data is not known
 Aim = Literal["throughput", "microbatch", "seq"]
 Allowed = Literal["precision", "window", "8bit"]
 Ended = Literal["done", "max-probes", "timeout", "interrupted", "estimate"]
@@ -31,20 +29,14 @@ Share = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 class Figures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The estimate of one candidate, as a plan keeps it: by arithmetic alone, before any calibration."""
 
-    total_bytes: Size
-    """The peak."""
-    terms: dict[str, Size]
-    """The summands of the peak."""
-    moment: str
-    """When the peak occurs."""
-    engine: str
-    """The kernel that runs the cell."""
-    host_bytes: Size = 0
-    """CUDA: bytes of the host's memory in addition."""
+    total_bytes: Size  # the peak
+    terms: dict[str, Size]  # the summands of the peak
+    moment: str  # when the peak occurs
+    engine: str  # the kernel that runs the cell
+    host_bytes: Size = 0  # CUDA: bytes of the host's memory in addition
 
 
 def figures(estimate: Estimate) -> Figures:
-    """The estimate of one candidate, as a plan keeps it."""
     return Figures(
         total_bytes=int(estimate.total_bytes),
         terms={name: int(size) for name, size in estimate.terms.items()},
@@ -58,48 +50,34 @@ class Rung(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A fallback: a smaller candidate with the same batch and the same gradient."""
 
     candidate: Candidate
-    """The candidate to fall back to."""
     estimate: Figures
-    """Its estimate."""
     expected: Prediction
-    """What it is expected to need."""
 
 
 class Padding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The share of all computed tokens that is padding."""
 
-    before: Share
-    """The share if microbatches are drawn at random."""
-    after: Share
-    """The share if each microbatch is drawn from one bucket."""
+    before: Share  # the share if microbatches are drawn at random
+    after: Share  # the share if each microbatch is drawn from one bucket
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A point of the front: nothing that fits is better in one aim without being worse in another."""
 
-    seq: Some
-    """Steps of the sequences."""
+    seq: Some  # steps of the sequences
     candidate: Candidate
-    """The candidate."""
     expected: Prediction
-    """What it is expected to need."""
-    throughput: Amount
-    """Sequences of that length per second."""
-    tokens_per_second: Amount
-    """Time steps of sequences per second."""
+    throughput: Amount  # sequences of that length per second
+    tokens_per_second: Amount  # time steps of sequences per second
 
 
 class LossyGain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the plan gains by a lossy knob."""
+    """The gain of the plan by a lossy knob."""
 
     knob: str
-    """The knob's name."""
-    value: str
-    """The value of the knob in the plan."""
-    exact: Candidate | None
-    """The best candidate without it; None if none fits, or if the knob was fixed."""
-    speedup: Amount | None
-    """How many times faster the plan is than that; None if that is not known, or there is none."""
+    value: str  # the value of the knob in the plan
+    exact: Candidate | None  # the best candidate without it; None if none fits, or if the knob was fixed
+    speedup: Amount | None  # how many times faster the plan is than that; None if that is not known
     saved_bytes: Annotated[int, msgspec.Meta(ge=-MAX_BYTES, le=MAX_BYTES)] | None
     """How much lower the plan's peak is."""
 
@@ -108,49 +86,32 @@ class Plain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """PyTorch without oomguard: the whole batch in one pass, in fp32."""
 
     estimate: Figures
-    """Its estimate."""
     expected: Prediction
-    """What it is expected to need."""
-    fits: bool
-    """Whether that is within the budget."""
+    fits: bool  # whether that is within the budget
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The machine and the software that the plan was made with."""
 
-    oomguard: str
-    """Version of oomguard."""
-    torch: str | None
-    """Version of torch."""
-    library: str | None
-    """Name and version of cuDNN or oneDNN."""
-    driver: str | None
-    """Version of the card's driver."""
-    python: str
-    """Version of Python."""
-    system: str
-    """Operating system and C library."""
-    device: str
-    """The device as `--device` takes it."""
-    title: str
-    """The processor's or the card's name."""
-    cores: Some
-    """Processors that the process may use."""
-    limits: tuple[Limit, ...]
-    """Everything that limits memory there, as it was when the plan was made."""
+    oomguard: str  # its version
+    torch: str | None  # its version
+    library: str | None  # name and version of cuDNN or oneDNN
+    driver: str | None  # version of the card's driver
+    python: str  # its version
+    system: str  # operating system and C library
+    device: str  # the device as `--device` takes it
+    title: str  # the processor's or the card's name
+    cores: Some  # processors that the process may use
+    limits: tuple[Limit, ...]  # everything that limits memory there, as it was when the plan was made
 
 
 class Calibrated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the records corrected the estimate."""
 
-    records: Count
-    """Records of this search that measured a step."""
-    cached: Count
-    """Records of earlier searches that were used."""
-    stale: bool
-    """Whether records of earlier searches contradicted the new ones and were dropped."""
-    ratio: Amount
-    """The calibrated peak over the estimated one, both without the runtime."""
+    records: Count  # records of this search that measured a step
+    cached: Count  # records of earlier searches that were used
+    stale: bool  # whether records of earlier searches contradicted the new ones and were dropped
+    ratio: Amount  # the calibrated peak over the estimated one, both without the runtime
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -264,37 +225,26 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Way(msgspec.Struct, frozen=True, kw_only=True):
     """A change that would lower the least that is needed."""
 
-    change: str
-    """The change as flags, `--allow window`, or in words: `sequences cut to 4,000 steps`."""
-    needed_bytes: int
-    """The least that would then be needed, margin included."""
-    fits: bool
-    """Whether that is within the budget."""
-    allowed: bool
-    """Whether the change was already allowed (and is not enough)."""
+    change: str  # the change as flags, `--allow window`, or in words: `sequences cut to 4,000 steps`
+    needed_bytes: int  # the least that would then be needed, margin included
+    fits: bool  # whether that is within the budget
+    allowed: bool  # whether the change was already allowed (and is not enough)
 
 
 class Shortfall(msgspec.Struct, frozen=True, kw_only=True):
     """Why there is no plan."""
 
-    needed_bytes: int
-    """The least that any candidate needs, margin included."""
+    needed_bytes: int  # the least that any candidate needs, margin included
     budget_bytes: int
-    """The budget."""
-    candidate: Candidate
-    """The candidate that needs least."""
-    terms: dict[str, int]
-    """The terms of its estimate."""
-    term: str
-    """The largest of these terms."""
-    ways: tuple[Way, ...]
-    """Changes that would help; those that make it fit come first."""
-    records: tuple[Record, ...]
-    """The records of all probes that were run."""
+    candidate: Candidate  # the candidate that needs least
+    terms: dict[str, int]  # the terms of its estimate
+    term: str  # the largest of these terms
+    ways: tuple[Way, ...]  # changes that would help; those that make it fit come first
+    records: tuple[Record, ...]  # the records of all probes that were run
 
     @property
     def message(self) -> str:
-        """What is wrong, what was given, what to do."""
+        """The rule, the figures and the advice in one text."""
         failed = [record for record in self.records if not record.verdict.ran]
         if failed and self.needed_bytes <= self.budget_bytes:  # memory is not the reason
             words = f"A candidate must run before it is planned, but none did: {failed[-1].verdict.name}, "
@@ -329,15 +279,11 @@ class Epoch(NamedTuple):
     sequences: int
     steps: int
     seconds: float
-    known: bool
-    """Whether the number of sequences is that of the data; otherwise it is `USUAL_SEQUENCES`."""
+    known: bool  # whether the number of sequences is that of the data; otherwise it is `USUAL_SEQUENCES`
 
 
 def epoch_of(plan: Plan, sequences: int | None = None) -> Epoch | None:
-    """The expected time of an epoch of so many sequences (default: as many as the spec's histogram has).
-
-    None if nothing was timed. With buckets, each sequence takes the time of its bucket.
-    """
+    """The expected time of an epoch of `sequences` (default: as the spec's histogram); None if nothing was timed."""
     seconds_per_step, batch = plan.seconds_per_step, plan.spec.batch
     if seconds_per_step is None:
         return None

@@ -8,21 +8,22 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from oomguard._core.units import MAX_BYTES
-from oomguard._estimate import terms
-from oomguard._estimate.breakdown import MARGIN_PERCENT, SCATTERED_PERCENT, Estimate, estimate_step, scattered
-from oomguard._estimate.malloc import heap_of
+from oomguard._estimate import margins, terms
+from oomguard._estimate.breakdown import Estimate, estimate_step, is_fragile, split
+from oomguard._estimate.margins import OFFSET_BYTES, Spread, allocator_on, bare, creep, spread
 from oomguard._estimate.target import Target
 from oomguard._predict import memory, speed
-from oomguard._predict.fit import Data, Fit, Floats, Prior, fit_robustly, stacked
+from oomguard._predict.fit import Data, Fit, Floats, stacked
 from oomguard._probe.record import Record
 from oomguard._probe.verdict import Verdict
 from oomguard._spec.spec import Spec
 
-STALE_TIMES = 3.0
-"""Factor between a measured and a predicted time from which on the cached times are stale."""
+STALE_TIMES = 3.0  # factor between a measured and a predicted time from which on the cached times are stale
+OLD_NOISE = 0.25
+"""Standard deviation of a time that an earlier search measured: the load of the machine may have been different."""
 
 Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
@@ -73,51 +74,38 @@ class Kind(NamedTuple):
     """Candidates whose memory is calibrated together."""
 
     engine: str
-    precision: str
     allocator: str
+    precision: str
 
 
 def same_model(spec: Spec, other: Spec) -> bool:
     """Whether two specs differ only in the number and length of their sequences."""
-    one, two = (
-        msgspec.structs.replace(some, seq=1, batch=1, lengths=None, packed=some.packs) for some in (spec, other)
-    )
-    return one == two
+    return _model(spec) == _model(other)
+
+
+def _model(spec: Spec) -> Spec:
+    return msgspec.structs.replace(spec, seq=1, batch=1, lengths=None, packed=spec.packs)
 
 
 def kind_of(record: Record) -> Kind:
     """The kind of a record's candidate."""
-    knobs = record.candidate
-    return Kind(record.engine or "", knobs.precision, _allocator(knobs.allocator, cuda=record.device != "cpu"))
+    knobs, device = record.candidate, "cpu" if record.device == "cpu" else "cuda"
+    return Kind(record.engine or "", allocator_on(device, knobs.allocator), knobs.precision)
 
 
 def kinds_of(estimate: Estimate, target: Target) -> dict[Kind, NDArray[np.bool_]]:
     """The kinds among the candidates of an estimate, each with a mask of its candidates."""
     knobs, length = estimate.candidate, len(np.atleast_1d(estimate.total_bytes))
-    allocators = speed.filled(knobs.allocator, _allocator(None, cuda=target.cuda))
+    names, device = np.atleast_1d(np.asarray(knobs.allocator, dtype=object)), "cuda" if target.cuda else "cpu"
+    allocators = np.array([allocator_on(device, name) for name in names.tolist()], dtype=object)
     columns = [
         np.broadcast_to(np.asarray(values, dtype=object), length)
-        for values in (estimate.engine, knobs.precision, allocators)
+        for values in (estimate.engine, allocators, knobs.precision)
     ]
     kinds = [Kind(*map(str, names)) for names in {*zip(*columns, strict=True)}]
     return {
         kind: np.all([column == name for column, name in zip(columns, kind, strict=True)], axis=0) for kind in kinds
     }
-
-
-def _allocator(name: str | None, *, cuda: bool) -> str:
-    """The allocator setting of a candidate, or the default one of the device."""
-    return name or ("system" if cuda else "tight")
-
-
-def heap_setting(allocator: str | None, engine: str | None, target: Target) -> str:
-    """The row of the tables of margins and noise that a candidate belongs to."""
-    return "cuda" if target.cuda else heap_of(allocator, engine)
-
-
-def _deviation(percent: float) -> float:
-    """The standard deviation whose margin is this percentage."""
-    return float(np.log1p(percent / 100) / memory.SIGMAS)
 
 
 class Calibration:
@@ -136,12 +124,12 @@ class Calibration:
         ended = [record for record in records if record.verdict in (Verdict.OVER, Verdict.OOM) and not record.terms]
         self._failed = [record for record in ended if record.peak_bytes and same_model(record.spec, spec)]
         self.own = [record for record in self.records if same_model(record.spec, spec)]
-        self._memory: dict[Kind, Fit] = {}
+        self._memory: dict[tuple[Kind, bool], tuple[Fit, Spread]] = {}
         self._estimates: dict[int, Estimate] = {}
 
     def of(self, spec: Spec) -> "Calibration":
         """The same calibration for another number or length of the model's sequences."""
-        assert self._time is not None  # computed before the copy, so that all copies share it
+        assert self.times is not None  # computed before the copy, so that all copies share it
         other = copy(self)
         other.spec = spec
         return other
@@ -154,32 +142,39 @@ class Calibration:
 
     def predict_memory(self, estimate: Estimate) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The calibrated peak of each candidate, and its margin."""
-        known, rest = memory.split(estimate)
+        known, rest = split(estimate)
         peak, margin = np.zeros_like(rest), np.zeros_like(rest)
-        columns = memory.features(estimate.candidate, rest)
-        places = memory.places(self.spec, estimate.candidate, cuda=self.target.cuda)
-        places = np.broadcast_to(places, (len(rest), 2))
-        fragmented = np.broadcast_to(scattered(self.spec, estimate.candidate), len(rest)) & (not self.target.cuda)
-        for kind, rows in kinds_of(estimate, self.target).items():
-            ratio, spread = self._memory_fit(kind).at(columns[rows], places[rows])
-            expected = rest[rows] * np.exp(ratio)
-            # a candidate far from all records errs by no more than a bare estimate does
-            most = np.maximum(self._level(kind), fragmented[rows] * _deviation(SCATTERED_PERCENT))
-            setting = heap_setting(kind.allocator, kind.engine, self.target)
-            usual = np.broadcast_to(memory.noise(self.spec, estimate.candidate, kind.engine, setting), len(rest))
-            noise = np.hypot(usual[rows], fragmented[rows] * memory.SCATTERED)
-            deviation = np.minimum(np.hypot(spread, noise), most)
-            peak[rows] = known[rows] + expected + self._runtime_bytes(kind, estimate)
-            margin[rows] = expected * np.expm1(memory.SIGMAS * deviation) + memory.FLOOR_BYTES[self.device]
+        places = memory.places(self.spec, estimate.candidate, rest)
+        vary = np.broadcast_to(is_fragile(self.spec, estimate.candidate, self.target), len(rest))
+        for kind, of_kind in kinds_of(estimate, self.target).items():
+            for fragile in (False, True):
+                rows = of_kind & (vary == fragile)
+                if rows.any():
+                    expected, error = self._corrected(kind, fragile, places[rows], rest[rows])
+                    peak[rows] = known[rows] + expected + self._runtime_bytes(kind, estimate)
+                    margin[rows] = error
         return np.ceil(peak).astype(np.int64), np.ceil(margin).astype(np.int64)
 
-    def predict_time(self, estimate: Estimate) -> tuple[Floats, Floats]:
+    def _corrected(self, kind: Kind, fragile: bool, places: Floats, rest: Floats) -> tuple[Floats, Floats]:
+        """Corrected rests and their margins: quantiles of stored errors and of the errors of own records."""
+        fit, group, beyond = *self._memory_fit(kind, fragile), self._beyond(kind, fragile)
+        small = 1 + OFFSET_BYTES[self.device] / rest
+        if not len(fit.data.values) and not beyond:
+            return rest, rest * small * bare(self.device, *kind, fragile)
+        ratio, doubt = fit.at(places)
+        expected = rest * np.exp(ratio + group.middle + beyond)
+        sigmas = margins.sigmas(self.device, fit.surprises)
+        return expected, expected * small * np.expm1(sigmas * np.hypot(doubt, group.repeat))
+
+    def predict_time(self, estimate: Estimate, steps: ArrayLike | None = None) -> tuple[Floats, Floats]:
         """Seconds of a step of the whole batch for each candidate, and the standard deviation of their logarithm."""
-        knobs, engine, cuda = estimate.candidate, estimate.engine, self.target.cuda
-        columns = speed.features(self.spec, knobs, engine, cuda=cuda)
-        ratio, doubt = self._time.at(columns, speed.places(self.spec, knobs, engine))
-        each = speed.guess(self.spec, knobs, engine, cuda=cuda) * np.exp(ratio)
-        return each * (self.spec.steps * self.spec.batch) + self.update_seconds, doubt
+        each = speed.guess(self.spec, estimate.candidate, estimate.engine, cuda=self.target.cuda)
+        ratio, doubt = self.times[0].at(self.time_places(estimate))
+        return each * np.exp(ratio) * (self.spec.steps * self.spec.batch) + self.update_seconds, doubt
+
+    def time_places(self, estimate: Estimate, steps: ArrayLike | None = None) -> Floats:
+        """Coordinates of each candidate, perhaps run with fewer steps."""
+        return speed.places(self.spec, estimate.candidate, estimate.engine, self.spec.steps if steps is None else steps)
 
     @property
     def update_seconds(self) -> float:
@@ -188,10 +183,13 @@ class Calibration:
         bytes_per_second = 1e12 if self.target.cuda else 1e10
         return float(np.median(measured)) if measured else 20 * terms.weights_bytes(self.spec) / bytes_per_second
 
-    def seconds_without_drift(self, record: Record) -> float:
-        """The seconds of a record's pass under average load of the machine."""
-        assert record.seconds_per_pass is not None
-        return record.seconds_per_pass * float(np.exp(-self._drift.get(id(record), 0.0)))
+    def repeated_bytes(self, record: Record) -> int:
+        """The peak that a candidate that has run may reach when it runs again, for longer."""
+        assert record.peak_bytes is not None
+        growth_bytes, knobs, kind = record.peak_bytes - (record.runtime_bytes or 0), record.candidate, kind_of(record)
+        fragile, chunks = bool(is_fragile(record.spec, knobs, self.target)), bool(memory.is_chunked(knobs))
+        share = creep(self.device, *kind, fragile, chunks=chunks)
+        return record.peak_bytes + round(share * (growth_bytes + OFFSET_BYTES[self.device]))
 
     def _estimate(self, record: Record) -> Estimate:
         """The estimate of a record, made once."""
@@ -204,68 +202,51 @@ class Calibration:
         measured = [record.runtime_bytes or 0 for record in self.records if kind_of(record) == kind]
         return max(measured, default=int(np.max(estimate.terms["runtime"])))
 
-    def _level(self, kind: Kind) -> float:
-        """The standard deviation of the ratio of a kind: that of bare estimates, or of a model measured on a card."""
-        if self.target.cuda and any(kind_of(record) == kind for record in self.own):
-            return memory.CARD_LEVEL
-        return _deviation(MARGIN_PERCENT[heap_setting(kind.allocator, kind.engine, self.target)])
+    def _memory_fit(self, kind: Kind, fragile: bool) -> tuple[Fit, Spread]:
+        """The fit of measured rests over estimated ones, and the stored errors that it starts from."""
+        if (kind, fragile) not in self._memory:
+            group = spread(self.device, *kind, fragile)
+            models = [*dict.fromkeys([_model(self.spec), *(_model(record.spec) for record in self.records)])]
+            rows = [
+                self._memory_row(kind, group, record, models.index(_model(record.spec)))
+                for record in self.records
+                if kind_of(record) == kind
+            ]
+            data = stacked(rows, coordinates=memory.PLACE + 1)
+            self._memory[kind, fragile] = Fit(memory.terms(self.device, *kind, fragile), data), group
+        return self._memory[kind, fragile]
 
-    def _memory_fit(self, kind: Kind) -> Fit:
-        """The fit of measured rests over estimated ones."""
-        if kind not in self._memory:
-            others = [record for record in self.records if not same_model(record.spec, self.spec)]
-            rows = [self._memory_row(kind, record) for record in (*self.own, *others) if kind_of(record) == kind]
-            fit = self._fit_memory(kind, rows)
-            # what ran out of memory counts if it had reached more than its predicted peak
-            failed = [self._memory_row(kind, record) for record in self._failed if kind_of(record) == kind]
-            beyond = [row for row in failed if row.values[0] > fit.at(row.features, row.places)[0][0]]
-            self._memory[kind] = self._fit_memory(kind, [*rows, *beyond]) if beyond else fit
-        return self._memory[kind]
+    def _beyond(self, kind: Kind, fragile: bool) -> float:
+        """By how much (a logarithm) a probe of a kind had exceeded its predicted rest when it ran out of memory."""
+        fit, group = self._memory_fit(kind, fragile)
+        failed = [self._memory_row(kind, group, record) for record in self._failed if kind_of(record) == kind]
+        return max([0.0, *(float(row.values[0] - fit.at(row.places)[0][0]) for row in failed)])
 
-    def _fit_memory(self, kind: Kind, rows: Sequence[Data]) -> Fit:
-        # without records the margin is that of the bare estimate, whatever its size
-        slopes = [slope if rows else 0.0 for slope in memory.SLOPES[self.device]]
-        local = memory.SHAPE[heap_setting(kind.allocator, kind.engine, self.target)] if rows else 0.0
-        data = stacked(rows, effects=1 + len(slopes), coordinates=2)
-        return Fit(Prior([self._level(kind), *slopes], local), data)
-
-    def _memory_row(self, kind: Kind, record: Record) -> Data:
+    def _memory_row(self, kind: Kind, group: Spread, record: Record, model: int = 0) -> Data:
         """The logarithm of the measured rest of a record over the estimated one."""
-        spec, knobs, same = record.spec, record.candidate, same_model(record.spec, self.spec)
-        known, rest = memory.split(self._estimate(record))
+        known, rest = split(self._estimate(record))
         if record.terms is not None:
             measured: float = record.terms["rest"] + record.terms["gradients"]
         else:
             measured = (record.peak_bytes or 0) - self._runtime_bytes(kind, self._estimate(record)) - float(known[0])
-        places = memory.places(spec, knobs, cuda=self.target.cuda) * (1 if same else -1)  # models share no places
-        usual = float(memory.noise(spec, knobs, kind.engine, heap_setting(kind.allocator, kind.engine, self.target)))
-        noise = [usual + memory.ERROR_BYTES[self.device] / rest[0]]
-        noise += [] if same else [memory.OTHER_MODEL[self.device]]
-        noise += [memory.ONE_PASS] if record.passes == 1 and kind.engine == "native" else []
-        ratio = np.log(max(1, measured) / rest)
-        return Data(memory.features(knobs, rest), places, ratio, np.array([np.linalg.norm(noise)]))
+        places = memory.places(record.spec, record.candidate, rest, model)
+        noise = group.repeat * (1 + OFFSET_BYTES[self.device] / rest)
+        return Data(places, np.log(max(1, measured) / rest) - group.middle, noise)
 
     @cached_property
-    def _drift(self) -> dict[int, float]:
-        """The drift of each timed record, by its id."""
-        timed = [record for record in self.own if record.seconds_per_pass is not None]
-        return dict(zip(map(id, timed), speed.drift(timed).tolist(), strict=True))
-
-    @cached_property
-    def _time(self) -> Fit:
-        """The fit of measured times over guessed ones."""
+    def times(self) -> tuple[Fit, float]:
+        """The fit of measured times over guessed ones, and the noise of a time."""
         rows = [self._time_row(record) for record in self.own if record.seconds_per_pass is not None]
-        data = stacked(rows, effects=len(speed.EFFECTS), coordinates=speed.DIRECTIONS)
-        return fit_robustly(Prior(speed.EFFECTS, speed.LOCAL, speed.REACH), data)
+        return speed.fit_times(stacked(rows, coordinates=speed.STEPS + 1))
 
     def _time_row(self, record: Record) -> Data:
         """The logarithm of the measured time of a record over the guessed one."""
-        spec, knobs, engine, cuda = record.spec, record.candidate, self._estimate(record).engine, self.target.cuda
-        each = self.seconds_without_drift(record) / (spec.steps * knobs.microbatch)
-        ratio = np.log(each / np.atleast_1d(speed.guess(spec, knobs, engine, cuda=cuda)))
-        noise = speed.noise(record) if id(record) in self._new else speed.OLD_NOISE
-        features, places = speed.features(spec, knobs, engine, cuda=cuda), speed.places(spec, knobs, engine)
-        return Data(features, places, ratio, np.array([noise]))
+        spec, knobs, engine = record.spec, record.candidate, self._estimate(record).engine
+        assert record.seconds_per_pass is not None
+        each = record.seconds_per_pass / (spec.steps * knobs.microbatch)
+        ratio = np.log(each / np.atleast_1d(speed.guess(spec, knobs, engine, cuda=self.target.cuda)))
+        noise = 0.0 if id(record) in self._new else OLD_NOISE
+        return Data(speed.places(spec, knobs, engine, spec.steps), ratio, np.array([noise]))
 
 
 def is_stale(cached: Sequence[Record], record: Record, target: Target) -> bool:

@@ -1,8 +1,4 @@
-"""A Gaussian process, which keeps a wide margin for what is unlike its data; and the Pareto front.
-
-A value is the sum of a few effects (linear in features), each with a prior
-standard deviation; of a local deviation that rows at the same place share, and nearby rows in part; and of noise.
-"""
+"""A Gaussian process, which keeps a wide margin for what is unlike its data; and the Pareto front."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -10,61 +6,67 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-ROUNDS = 8
-"""Rounds of the robust regression: by then it no longer moves."""
+ROUNDS = 8  # rounds of the robust regression: by then it no longer moves
 
 Floats = NDArray[np.float64]
 
 
-class Prior(NamedTuple):
-    """Standard deviations before there are data."""
+class Term(NamedTuple):
+    """One summand of a value: a smooth function of some coordinates; without coordinates, a constant."""
 
-    effects: Sequence[float]
-    """The standard deviation of each effect."""
-    local: float = 0.0
-    """The standard deviation of what the rows at one place share."""
-    reach: float = 0.1
-    """How far the local deviation reaches: at this distance 0.6 of it is shared, at three times this distance 0.01.
-    Places that are whole numbers share nothing with their neighbours."""
+    deviation: float  # its standard deviation before there are data
+    columns: tuple[int, ...] = ()
+    """The coordinates it depends on. Rows at distance 1 share 0.6 of it, at distance 3 a hundredth."""
 
 
 class Data(NamedTuple):
     """Measured values, one row each."""
 
-    features: Floats
-    """One column for each effect."""
-    places: Floats
-    """Coordinates."""
+    places: Floats  # coordinates
     values: Floats
-    noise: Floats
-    """The standard deviation of each value."""
+    noise: Floats  # the standard deviation of each value around the sum of the terms
 
 
 class Fit:
-    """The posterior of a prior and data."""
+    """The posterior of some terms and data."""
 
-    def __init__(self, prior: Prior, data: Data) -> None:
-        self.variances, self.prior, self.data = np.square(np.asarray(prior.effects)), prior, data
-        own = self._covariance(data.features, data.places) + np.diag(np.square(data.noise))
+    def __init__(self, terms: Sequence[Term], data: Data) -> None:
+        self.terms, self.data = terms, data
+        own = covariance(terms, data.places[:, None], data.places[None]) + np.diag(np.square(data.noise))
         self._inverse = np.linalg.inv(own) if len(data.values) else np.empty((0, 0))
-        self._weights = self._inverse @ np.asarray(data.values, dtype=float)
+        self._weights = self._inverse @ data.values
+        self.evidence = -0.5 * float(data.values @ self._weights + np.linalg.slogdet(own)[1])
+        """The logarithm of the data's likelihood, up to a constant."""
 
-    def at(self, features: Floats, places: Floats) -> tuple[Floats, Floats]:
+    def at(self, places: Floats) -> tuple[Floats, Floats]:
         """The expected values of some rows, and their standard deviations (noise not included)."""
-        shared = self._covariance(features, places)
-        before = np.square(features) @ self.variances + self.prior.local**2
-        variance = before - np.sum((shared @ self._inverse) * shared, axis=1)
-        return shared @ self._weights, np.sqrt(np.maximum(variance, 0.0))
+        variance = self.between(places, places)
+        return self._shared(places) @ self._weights, np.sqrt(np.maximum(variance, 0.0))
 
-    def _covariance(self, features: Floats, places: Floats) -> Floats:
-        """The covariance of some rows with the rows of the data."""
-        shared: Floats = (features * self.variances) @ self.data.features.T
-        if not self.prior.local:
-            return shared
-        away = np.zeros_like(shared)
-        for ours, theirs in zip(places.T, self.data.places.T, strict=True):
-            away += np.square((ours[:, None] - theirs[None, :]) / self.prior.reach)
-        return shared + self.prior.local**2 * np.exp(-away / 2)
+    def between(self, places: Floats, others: Floats) -> Floats:
+        """The covariance of the value of each row with that of another, given the data."""
+        known = (self._shared(places) @ self._inverse) * self._shared(others)
+        return np.asarray(covariance(self.terms, places, others) - np.sum(known, axis=1))
+
+    def _shared(self, places: Floats) -> Floats:
+        """The covariance of some rows with those of the data."""
+        return covariance(self.terms, places[:, None], self.data.places[None])
+
+    @property
+    def surprises(self) -> Floats:
+        """How far each value is from what all others predict, in standard deviations of that prediction."""
+        return np.asarray(self._weights / np.sqrt(np.diag(self._inverse)))
+
+
+def covariance(terms: Sequence[Term], places: Floats, others: Floats) -> Floats:
+    """The covariance of the values of rows before there are data."""
+    shape = np.broadcast_shapes(places.shape, others.shape)[:-1]
+    away = {column: np.square(places[..., column] - others[..., column]) for term in terms for column in term.columns}
+    shared = np.zeros(shape)
+    for term in terms:
+        distance = sum((away[column] for column in term.columns), np.zeros(()))
+        shared += term.deviation**2 * np.exp(-distance / 2)
+    return shared
 
 
 def matrix(columns: Iterable[ArrayLike]) -> Floats:
@@ -73,24 +75,19 @@ def matrix(columns: Iterable[ArrayLike]) -> Floats:
     return np.stack(np.broadcast_arrays(*arrays), axis=1)
 
 
-def stacked(rows: Iterable[Data], *, effects: int, coordinates: int) -> Data:
+def stacked(rows: Iterable[Data], *, coordinates: int) -> Data:
     """The rows of several data, perhaps of none."""
-    empty = Data(np.empty((0, effects)), np.empty((0, coordinates)), np.empty(0), np.empty(0))
+    empty = Data(np.empty((0, coordinates)), np.empty(0), np.empty(0))
     return Data(*map(np.concatenate, zip(empty, *rows, strict=True)))
 
 
-def fit_robustly(prior: Prior, data: Data) -> Fit:
-    """Fit values of which some are far off: a value that the others contradict counts less in each round.
-
-    >>> data = Data(np.ones((3, 1)), np.zeros((3, 1)), np.array([0.1, 0.1, 3.0]), np.full(3, 0.05))
-    >>> round(float(fit_robustly(Prior([1.0]), data).at(np.ones((1, 1)), np.zeros((1, 1)))[0][0]), 1)
-    0.1
-    """
+def without_outliers(terms: Sequence[Term], data: Data) -> Data:
+    """The data with more noise where a value is far from what the others predict, so that it counts less."""
     noise = data.noise
     for _ in range(ROUNDS):
-        fit = Fit(prior, data._replace(noise=noise))
-        noise = np.hypot(data.noise, (data.values - fit.at(data.features, data.places)[0]) / 2)
-    return fit
+        fit = Fit(terms, data._replace(noise=noise))
+        noise = np.hypot(data.noise, (data.values - fit.at(data.places)[0]) / 2)
+    return data._replace(noise=noise)
 
 
 def pareto_front(*columns: ArrayLike) -> NDArray[np.bool_]:
@@ -98,9 +95,6 @@ def pareto_front(*columns: ArrayLike) -> NDArray[np.bool_]:
 
     A point is on the front unless another one is at most as large in all columns and smaller in one. Two columns take
     the time of sorting them, more columns that time times the length of the front.
-
-    >>> pareto_front([4, 1, 2, 3], [-40, -10, -30, -20]).tolist()
-    [True, True, True, False]
     """
     points = np.column_stack([np.asarray(column, dtype=float) for column in columns])
     points, inverse = np.unique(points, axis=0, return_inverse=True)  # sorted: no point is beaten by a later one

@@ -28,8 +28,7 @@ from oomguard._device import Device, Reading, open_device
 from oomguard._probe.record import Answer, Request
 from oomguard._probe.verdict import Verdict, judge, judge_reading
 
-LIFELINE_SECONDS = 1.0
-"""Seconds between checks that the parent lives: a process forked from it can keep stdin open."""
+LIFELINE_SECONDS = 1.0  # seconds between checks that the parent lives: a process forked from it can keep stdin open
 LISTENER_BYTES, PROBE_BYTES = 256 * KIB, 2 * MIB
 """Stack sizes of the listening thread and of a probe's thread. The usual 8 MiB would count as committed in every
 record; 2 MiB is the default where the system sets no limit."""
@@ -92,7 +91,6 @@ class Server:
         self.warmed: set[bytes] = set()
 
     def answer(self, line: bytes) -> Answer:
-        """Answer one request, whatever happens."""
         try:
             request = msgspec.json.decode(line, type=Request)
             return self._probe(request, open_device(request.device))

@@ -23,8 +23,7 @@ from oomguard._spec.candidate import Candidate, check_candidate
 from oomguard._spec.spec import Spec
 
 MAX_SECONDS = 30 * 86_400
-RECORDS = "records.jsonl"
-"""The file's name in the directory that `--ledger` takes."""
+RECORDS = "records.jsonl"  # the file's name in the directory that `--ledger` takes
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,20 +31,14 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     spec: Spec
     candidate: Candidate
-    device: str
-    """The device: `cpu`, `cuda:0`."""
-    budget_bytes: int
-    """Bytes that the process may use there, interpreter and libraries (CPU) or context (CUDA) included."""
-    committed_bytes: int | None = None
-    """CPU: bytes that the process may commit; None without a limit."""
-    seconds: float = 3.0
-    """Seconds of measured steps after which no further one begins (`passes` are always measured)."""
-    steps: int = 3
-    """Steps to measure, if there is time."""
+    device: str  # the device: `cpu`, `cuda:0`
+    budget_bytes: int  # with interpreter and libraries (CPU) or the context (CUDA)
+    committed_bytes: int | None = None  # CPU: bytes that the process may commit; None without a limit
+    seconds: float = 3.0  # time after which no further step begins (`passes` are always measured)
+    steps: int = 3  # steps to measure, if there is time
     passes: int = 2
     """Passes of a measured step, and the fewest that are measured. One is enough to see whether a long one fits."""
-    seed: int = 0
-    """Seed of weights and data: the same request gives the same numbers."""
+    seed: int = 0  # seed of weights and data: the same request gives the same numbers
 
     def __post_init__(self) -> None:
         check_candidate(self.spec, self.candidate)
@@ -110,8 +103,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 class Answer(Measured, frozen=True, kw_only=True):
     """The answer of a child."""
 
-    fresh: bool = False
-    """Whether the next probe in this child would measure the same as in a new one."""
+    fresh: bool = False  # whether the next probe in this child would measure the same as in a new one
 
 
 class Record(Measured, frozen=True, kw_only=True):
@@ -159,7 +151,6 @@ class Record(Measured, frozen=True, kw_only=True):
 
 
 def make_record(request: Request, measured: Measured, began: datetime, title: str | None = None) -> Record:
-    """Make the record of a request that has just been answered."""
     engine: str | None = None
     with suppress(MisuseError):  # the device does not have the one asked for
         engine = request.engine
@@ -179,7 +170,6 @@ def make_record(request: Request, measured: Measured, began: datetime, title: st
 
 
 def check_seconds(name: str, seconds: object) -> None:
-    """Raise unless the value is a positive, finite number of seconds."""
     if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds <= MAX_SECONDS:
         form = f"more than 0 and at most {MAX_SECONDS:,} s"
         raise wrong(name, form, seconds, "Give a number of seconds such as 60.")

@@ -32,16 +32,11 @@ from oomguard._probe.verdict import Verdict, judge, judge_exit
 from oomguard._spec.candidate import Candidate
 from oomguard._spec.spec import Spec
 
-TIMEOUT_SECONDS = 600.0
-"""Default time limit of a probe."""
-POLL_SECONDS = 0.02
-"""Seconds between readings of the child's memory while it works."""
-REAP_SECONDS = 30.0
-"""Seconds to wait for the end of a killed child: freeing a card can take seconds."""
-TAIL_BYTES = 8192
-"""Bytes kept of the end of a child's output."""
-WORDS_BYTES = 16 * MIB
-"""Bytes of output after which a child's output is dropped: its file may be in memory."""
+TIMEOUT_SECONDS = 600.0  # default time limit of a probe
+POLL_SECONDS = 0.02  # seconds between readings of the child's memory while it works
+REAP_SECONDS = 30.0  # seconds to wait for the end of a killed child: freeing a card can take seconds
+TAIL_BYTES = 8192  # bytes kept of the end of a child's output
+WORDS_BYTES = 16 * MIB  # bytes of output after which a child's output is dropped: its file may be in memory
 CHILD_ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "24", "MALLOC_ARENA_MAX": "1"}
 """Environment of a child, unless the user has set the first. oneDNN keeps the last 1024 kernels it made, about 0.1 MiB
 each, so a child would grow with every new shape. A step uses 8 to 22 of them, whatever the number of layers.
@@ -197,7 +192,6 @@ class Free(NamedTuple):
 
 
 def _estimated_bytes(request: Request) -> int:
-    """The estimated peak of a request."""
     return int(estimate_step(request.spec, request.candidate, find_target(request.device)).total_bytes)
 
 
@@ -300,7 +294,6 @@ class _Child:
             self.stderr.truncate(0)
 
     def end(self) -> str:
-        """Kill it, wait for it, and return its last words."""
         return self._end() or ""
 
 

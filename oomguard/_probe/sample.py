@@ -16,10 +16,8 @@ from oomguard._spec.candidate import Candidate, make_candidate
 from oomguard._spec.spec import Spec
 from oomguard._step import Training, prepare, step
 
-PASSES = 2
-"""Passes of a tiny step."""
-FEW = 4
-"""Time steps of a tiny step."""
+PASSES = 2  # passes of a tiny step
+FEW = 4  # time steps of a tiny step
 
 
 def run_tiny(request: Request, device: Device) -> None:
@@ -33,11 +31,7 @@ def run_tiny(request: Request, device: Device) -> None:
 
 
 def tiny_spec(spec: Spec) -> Spec:
-    """Shrink a spec so that it runs the same code.
-
-    >>> tiny_spec(Spec(cell="lstm", seq=10_000, vocab=50_000, tied=True)).embedding
-    8
-    """
+    """Shrink a spec so that it runs the same code."""
     hidden, projection = 8, None if spec.projection is None else 4
     width = spec.directions * (projection or hidden)
     small: dict[str, Any] = {"seq": FEW, "batch": 2, "hidden": hidden, "projection": projection, "outputs": 8}

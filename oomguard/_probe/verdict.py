@@ -79,7 +79,7 @@ _UNSUPPORTED_TEXTS = (
     "not implemented for '",  # "…" not implemented for 'Half'
 )
 _SUSPICIOUS_TEXT = "cudnn_status_execution_failed"
-"""What a recurrent kernel of cuDNN reports if the card is nearly full (speechbrain issues 310 and 1447)."""
+"""The report of a recurrent cuDNN kernel on a card that is nearly full (speechbrain issues 310 and 1447)."""
 LITTLE_BYTES = 400 << 20
 """With less than this free on a card, such a failure is taken for a lack of memory. (A CUDA context and its kernels,
 which are loaded when they are first used, take 300 to 400 MiB.)"""

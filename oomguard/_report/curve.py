@@ -17,10 +17,8 @@ if TYPE_CHECKING:  # imported only where a curve is drawn: describing one must n
 
 Kind = Literal["line", "points", "dots", "band", "area"]
 Role = Literal["budget", "chosen", "note", "words"]
-FAR = 5
-"""Memory has a logarithmic axis if the budget is this many times the largest peak, or the reverse."""
-MEASURED = 8
-"""Slot of measured points. No line has it."""
+FAR = 5  # memory has a logarithmic axis if the budget is this many times the largest peak, or the reverse
+MEASURED = 8  # slot of measured points, which no line has
 
 
 class Axis(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,10 +28,8 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True):
     unit: str = ""
     low: float
     high: float
-    base: Literal[0, 2, 10] = 0
-    """Base of a logarithmic axis, whose powers are labelled. 0 for a linear axis."""
-    names: tuple[str, ...] = ()
-    """Labels of 0, 1, 2 and so on. Without names, the axis has labels at round numbers."""
+    base: Literal[0, 2, 10] = 0  # base of a logarithmic axis, whose powers are labelled; 0 for a linear one
+    names: tuple[str, ...] = ()  # Labels of 0, 1, 2 and so on. Without names, the axis has labels at round numbers.
 
     @property
     def text(self) -> str:
@@ -49,21 +45,15 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True):
 class Series(msgspec.Struct, frozen=True, kw_only=True):
     """Points that belong together."""
 
-    name: str
-    """Name in the legend. A series without a name is not in the legend."""
+    name: str  # name in the legend; without one it is not there
     kind: Kind = "line"
     """A line, large points, faint dots, a band between `low` and `y`, or an area stacked on the areas before it."""
     x: tuple[float, ...]
-    y: tuple[float, ...]
-    """Heights. For an area: its thickness."""
-    low: tuple[float, ...] = ()
-    """Lower edge of a band."""
-    tips: tuple[str, ...] = ()
-    """Text shown when the pointer is at each point. Empty for bands."""
-    slot: int = 0
-    """Index of the colour, dash, marker and hatch."""
-    panel: int = 0
-    """0 for the main panel, 1 for the panel below it."""
+    y: tuple[float, ...]  # Heights. For an area: its thickness.
+    low: tuple[float, ...] = ()  # lower edge of a band
+    tips: tuple[str, ...] = ()  # Text shown when the pointer is at each point. Empty for bands.
+    slot: int = 0  # index of the colour, dash, marker and hatch
+    panel: int = 0  # 0 for the main panel, 1 for the panel below it
 
     def __post_init__(self) -> None:
         assert len(self.x) == len(self.y) == len(self.low if self.kind == "band" else self.x), self.name
@@ -73,40 +63,27 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
 class Mark(msgspec.Struct, frozen=True, kw_only=True):
     """A labelled point, a horizontal line (only `y` is given) or a vertical line (only `x` is given)."""
 
-    text: str
-    """Label beside it; for the chosen candidate, its name in the legend."""
+    text: str  # label beside it; for the chosen candidate, its name in the legend
     x: float | None = None
     y: float | None = None
-    role: Role = "note"
-    """The budget, the chosen candidate, a note, or words without a symbol."""
+    role: Role = "note"  # the budget, the chosen candidate, a note, or words without a symbol
     panel: int = 0
-    """Panel, as in a series."""
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
     """A question and its answer as a picture. A notebook shows it, `figure()` returns Matplotlib's figure."""
 
-    name: str
-    """Name, as `--curve` takes it."""
-    title: str
-    """The finding in a few words."""
+    name: str  # as `--curve` takes it
+    title: str  # the finding in a few words
     question: str
-    """The question that the curve answers."""
-    answer: str
-    """The answer in one to three sentences, with numbers."""
-    x: Axis
-    """x axis of all panels."""
-    y: Axis
-    """y axis of the main panel."""
-    below: Axis | None = None
-    """y axis of a second panel below the main one."""
-    series: tuple[Series, ...]
-    """What is drawn, from back to front."""
-    marks: tuple[Mark, ...] = ()
-    """Marked points and lines."""
+    answer: str  # the answer in one to three sentences, with numbers
+    x: Axis  # x axis of all panels
+    y: Axis  # y axis of the main panel
+    below: Axis | None = None  # y axis of a second panel below the main one
+    series: tuple[Series, ...]  # from back to front
+    marks: tuple[Mark, ...] = ()  # marked points and lines
 
     def y_axis(self, panel: int) -> Axis:
-        """The y axis of a panel."""
         return self.below if panel and self.below is not None else self.y
 
     def figure(self, *, dark: bool = False) -> "Figure":
@@ -160,11 +137,7 @@ def log_axis(label: str, unit: str, values: Iterable[float], *, base: Literal[2,
 
 
 def memory_axis(label: str, values: Iterable[float], budget: float) -> Axis:
-    """An axis in GiB that includes the budget: logarithmic if the budget is far from all values.
-
-    >>> memory_axis("Peak", [1, 7], 6).base, memory_axis("Peak", [1, 7], 80).base
-    (0, 10)
-    """
+    """An axis in GiB that includes the budget: logarithmic if the budget is far from all values."""
     sizes = [value for value in values if value > 0]
     if max(sizes) * FAR < budget or max(sizes) > FAR * budget:
         return log_axis(label, "GiB", [*sizes, budget], pad=1.25)
@@ -178,13 +151,7 @@ def budget_mark(subject: Subject, *, vertical: bool = False) -> Mark:
 
 
 def pieces_phrase(candidate: Candidate) -> str:
-    """How the candidate divides the sequence, as the end of a phrase.
-
-    >>> pieces_phrase(Candidate(microbatch=1)), pieces_phrase(Candidate(microbatch=1, segments=1024))
-    ('', ' with 1,024 segments')
-    >>> pieces_phrase(Candidate(microbatch=1, segments=4, recompute=False))
-    ' with 4 segments without recomputation'
-    """
+    """How the candidate divides the sequence, as the end of a phrase."""
     if candidate.window is not None:
         return f" with a window of {candidate.window:,} steps"
     kept = "" if candidate.recompute else " without recomputation"

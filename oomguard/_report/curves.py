@@ -30,14 +30,11 @@ CHANGED_KNOBS = {
     "timeline": ("segments", "microbatch", "precision"),
 }
 """The knobs that a page can redraw each curve for. A curve's own axes are not among them."""
-SEGMENTS = (1, 8, 64)
-"""Numbers of segments that a page redraws curves for."""
-PASSES = (1, 4)
-"""Passes per step whose microbatches a page redraws curves for."""
+SEGMENTS = (1, 8, 64)  # numbers of segments that a page redraws curves for
+PASSES = (1, 4)  # passes per step whose microbatches a page redraws curves for
 
 
 def curves_of(subject: Subject) -> list[Curve]:
-    """All curves of a subject."""
     charted = for_charts(subject)
     return [make(charted) for make in MAKERS.values()]
 

@@ -18,10 +18,8 @@ from oomguard._search.space import LEVELS_FROM
 from oomguard._spec.candidate import KNOBS, Candidate
 from oomguard._spec.spec import Spec
 
-NEAR = 0.9
-"""A speed is near the highest one from this share on."""
-MICROBATCHES = 10
-"""Microbatches along a border of the region."""
+NEAR = 0.9  # a speed is near the highest one from this share on
+MICROBATCHES = 10  # microbatches along a border of the region
 
 
 def front(subject: Subject) -> Curve:
@@ -64,10 +62,7 @@ def front(subject: Subject) -> Curve:
 
 
 def _all_candidates(subject: Subject) -> pd.DataFrame:
-    """Predictions for all microbatches, segments and precisions, with the other knobs of the subject's candidate.
-
-    The column `words` has the knobs that vary, `tip` has all knobs and figures.
-    """
+    """Predictions for all microbatches, segments and precisions; `words` has the knobs that vary, `tip` has all."""
     counts = subject.segments if subject.candidate.window is None else [1]
     product = itertools.product(subject.precisions, counts, subject.microbatches)
     precisions, segments, rows = map(list, zip(*product, strict=True))
@@ -117,7 +112,6 @@ def _front_finding(subject: Subject, sweep: pd.DataFrame, best: pd.DataFrame) ->
 
 
 def region(subject: Subject) -> Curve:
-    """A map of the sequence lengths that fit, over the microbatch."""
     wanted = np.geomspace(subject.microbatches[0], subject.microbatches[-1], MICROBATCHES)
     rows = sorted({min(subject.microbatches, key=lambda size: abs(size - float(goal))) for goal in wanted})
     whole, divided = (_ends(subject, rows, segments) for segments in (False, True))
@@ -195,11 +189,7 @@ def predict_ways(subject: Subject, spec: Spec, rows: int, segments: bool) -> pd.
 
 
 def rounded_down(steps: int) -> str:
-    """A length to three digits, rounded down: an estimate cannot vouch for more.
-
-    >>> rounded_down(661_852), rounded_down(42)
-    ('661,000', '42')
-    """
+    """A length to three digits, rounded down: an estimate cannot vouch for more."""
     unit = 10 ** max(0, len(str(steps)) - 3)
     return f"{steps // unit * unit:,}"
 

@@ -31,19 +31,13 @@ from oomguard._report.subject import Subject
 from oomguard._report.words import candidate_words, peak_words, times
 from oomguard._search.space import LEVELS_FROM
 
-ALIKE = 0.01
-"""Precisions whose peaks differ by at most this share are drawn as one line."""
-LARGEST = 1 << 16
-"""The largest microbatch that is considered."""
-ENOUGH = 0.95
-"""The knee is the smallest number of segments that saves this share of all that segments can save."""
-LENGTHS = 30
-"""Sequence lengths along the axis."""
-SMALL = 0.01
-"""Terms that are never more than this share of the peak are drawn as one."""
+ALIKE = 0.01  # precisions whose peaks differ by at most this share are drawn as one line
+LARGEST = 1 << 16  # the largest microbatch that is considered
+ENOUGH = 0.95  # the knee is the smallest number of segments that saves this share of all that segments can save
+LENGTHS = 30  # sequence lengths along the axis
+SMALL = 0.01  # terms that are never more than this share of the peak are drawn as one
 SLOTS = {name: slot for slot, name in enumerate(("activations", "workspace", "logits", "input", "optimizer"))}
-SLOTS |= {"runtime": 6, "weights": 5, "gradients": 7, "loader": 8}
-"""Slot of each term, the same in all curves."""
+SLOTS |= {"runtime": 6, "weights": 5, "gradients": 7, "loader": 8}  # slot of each term, the same in all curves
 
 
 def microbatch(subject: Subject) -> Curve:
@@ -113,7 +107,6 @@ def _plan_mark(subject: Subject, x: float) -> list[Mark]:
 
 
 def largest_microbatch(subject: Subject, precision: str) -> int | None:
-    """The largest microbatch that fits, or None."""
     sizes = np.arange(1, min(subject.spec.batch, LARGEST) + 1)
     fits = subject.predict(subject.vary(microbatch=sizes, precision=precision)).fits
     return int(sizes[fits].max()) if fits.any() else None
@@ -188,7 +181,6 @@ def knee_row(sweep: pd.DataFrame) -> int:
 
 
 def _segment_lines(subject: Subject, levels: int, sweep: pd.DataFrame, unit_seconds: float) -> list[Series]:
-    """Peak and time over the number of segments."""
     slot, suffix = levels - 1, " in 2 levels" if levels == 2 else ""
     counts, durations = sweep.segments, sweep.seconds_per_step / unit_seconds
     words = [format_seconds(time) if subject.calibrated else f"{time:.2f} times as long as plain" for time in durations]
@@ -306,10 +298,7 @@ def timeline(subject: Subject) -> Curve:
 
 
 def moments_in_order(subject: Subject) -> tuple[dict[str, dict[str, int]], tuple[int, int] | None]:
-    """The terms at every moment, and the first and last moment that are repeated for every segment.
-
-    In segments, a forward pass that keeps only border states comes first.
-    """
+    """The terms at every moment in order, and the first and last moment that are repeated for every segment."""
     step, found = step_moments(subject.spec, subject.candidate, subject.target)
     before = {name: found["optimizer"][name] if name in ("runtime", "weights", "optimizer") else 0 for name in TERMS}
     ordered: Moments = {"before": before | {name: found["forward"][name] for name in ("input", "loader")}}

@@ -17,14 +17,10 @@ from matplotlib.ticker import Locator, LogLocator, MaxNLocator
 from oomguard._report.curve import Axis, Curve, Mark, Series
 from oomguard._report.draw_labels import place_labels
 
-DPI = 160
-"""Dots per inch of a PNG file."""
-POINTS = 72
-"""Points per inch: the unit of an SVG."""
-CHARACTER = 0.077
-"""Width of a character in inches. Above the average, so that estimated widths suffice."""
-MOST_TICKS = 9
-"""Labels along one logarithmic axis, at most. More would touch on a phone."""
+DPI = 160  # dots per inch of a PNG file
+POINTS = 72  # points per inch: the unit of an SVG
+CHARACTER = 0.077  # Width of a character in inches. Above the average, so that estimated widths suffice.
+MOST_TICKS = 9  # Labels along one logarithmic axis, at most. More would touch on a phone.
 DASHES: tuple[Any, ...] = ("-", (0, (6, 3)), (0, (1.5, 2)), (0, (7, 2, 1.5, 2)), (0, (10, 3)))
 MARKERS = ("o", "s", "D", "^", "P")
 HATCHES = ("", "//", "..", "\\\\", "xx", "--", "||", "++", "")
@@ -69,16 +65,12 @@ class Size(NamedTuple):
     titled: bool = False
 
 
-FILE = Size(width=8.0, height=5.4, titled=True)
-"""A PNG file: half a printed page."""
-WIDE = Size(width=8.0, height=4.6)
-"""A picture on a page."""
-NARROW = Size(width=3.9, height=4.6)
-"""A picture on a phone."""
+FILE = Size(width=8.0, height=5.4, titled=True)  # a PNG file: half a printed page
+WIDE = Size(width=8.0, height=4.6)  # a picture on a page
+NARROW = Size(width=3.9, height=4.6)  # a picture on a phone
 
 
 def draw(curve: Curve, *, palette: Palette = LIGHT, size: Size = FILE, dpi: int = DPI) -> Figure:
-    """The curve as a Matplotlib figure."""
     with rc_context(_settings(palette)):
         figure = Figure(figsize=(size.width, size.height), dpi=dpi, layout="constrained")
         top = _write_title(figure, curve, size, palette) if size.titled else 0.04
@@ -95,7 +87,6 @@ def draw(curve: Curve, *, palette: Palette = LIGHT, size: Size = FILE, dpi: int 
 
 
 def _settings(palette: Palette) -> Any:
-    """The style of a picture, in Matplotlib's words."""
     return {
         "font.family": ["DejaVu Sans"],  # comes with Matplotlib, and is so wide that other fonts fit its place
         "font.size": 9.5,
@@ -118,7 +109,6 @@ def _settings(palette: Palette) -> Any:
 
 
 def to_png(curve: Curve) -> bytes:
-    """The curve as the content of a PNG file."""
     buffer = io.BytesIO()
     draw(curve).savefig(buffer, format="png")
     return buffer.getvalue()
@@ -154,10 +144,7 @@ def _rounded(number: re.Match[str]) -> str:
 
 
 def hover_points(curve: Curve) -> list[tuple[int, float, float, str]]:
-    """Every point that has a text: its panel, its place in the panel (shares from the left and the top), the text.
-
-    Of the marks, these are the chosen ones: others have a label beside them.
-    """
+    """The panel, the place (shares from the left and the top) and the text of all points that have no label."""
     points = [(mark.panel, mark.x, mark.y, mark.text) for mark in curve.marks if mark.role == "chosen"]
     floor = np.zeros(len(curve.series[0].x))
     for one in curve.series:
@@ -216,11 +203,6 @@ def _set_ticks(side: Side, axis: Axis) -> None:
 
 
 def short(value: float) -> str:
-    """A number in a few characters.
-
-    >>> short(0.25), short(64), short(10_000), short(2_500_000)
-    ('0.25', '64', '10k', '2.5M')
-    """
     unit, letter = next((pair for pair in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if value >= pair[0]), (1, ""))
     return f"{value / unit:.3g}{letter}"
 
@@ -246,7 +228,6 @@ def _draw_series(panels: list[Axes], curve: Curve, palette: Palette) -> dict[str
 
 
 def _line_style(series: Series, palette: Palette) -> dict[str, Any]:
-    """The look of a line, of points or of dots, in Matplotlib's words."""
     style: dict[str, Any] = {"color": palette.colors[series.slot], "linestyle": "none", "zorder": 3}
     marker = MARKERS[series.slot % len(MARKERS)]
     if series.kind == "dots":

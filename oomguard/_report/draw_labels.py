@@ -68,7 +68,7 @@ def _move(label: Annotation, place: Place) -> Bbox:
 
 
 def _cost(box: Bbox, panel: Axes, mark: Mark, covered: NDArray[np.float64], taken: list[Bbox]) -> float:
-    """What is wrong with a label at a place: covered lines, other labels, and how far it leaves its panel."""
+    """The cost of a label at a place: covered lines, other labels, and how far it leaves its panel."""
     picture, frame = panel.figure.bbox, panel.get_window_extent()
     outside = box.x0 < picture.x0 or box.x1 > picture.x1
     if mark.y is not None:

@@ -35,13 +35,11 @@ WORDS = {
 """The meaning of each term, for wide terminals."""
 WIDE, BAR_WIDTH = 120, 30
 """The terminal width from which on terms are explained, and the width of the longest bar, in characters."""
-MEASURED = ("runtime", "weights", "optimizer", "input")
-"""The terms that a probe measures one by one. Of the others it measures the sum."""
+MEASURED = ("runtime", "weights", "optimizer", "input")  # a probe measures these one by one, and the sum of the others
 _IN_BOTH = {name: f"measured_{name}" for name in ("terms", "allocated_bytes", "reserved_bytes")}
 
 
 def to_json(estimate: Estimate) -> dict[str, Any]:
-    """The estimate as one JSON object."""
     knobs = estimate.candidate
     names = ("fits", "runs", "total_bytes", "budget_bytes", "margin_bytes", "terms", "moment", "moments", "engine")
     found = _some(estimate, *names, "device")
@@ -52,12 +50,10 @@ def to_json(estimate: Estimate) -> dict[str, Any]:
 
 
 def _some(value: object, *names: str) -> dict[str, Any]:
-    """Some attributes by name."""
     return {name: getattr(value, name) for name in names}
 
 
 def record_json(record: Record, estimate: Estimate) -> dict[str, Any]:
-    """The record of a probe beside its estimate, as one JSON object."""
     found = msgspec.to_builtins(record)
     same, in_both = ("spec", "candidate", "device", "engine", "budget_bytes"), _IN_BOTH
     return to_json(estimate) | {in_both.get(name, name): one for name, one in found.items() if name not in same}
@@ -90,7 +86,6 @@ def show_estimate(spec: Spec, estimate: Estimate, limit: str, advice: list[str],
 
 
 def title(spec: Spec, estimate: Estimate) -> str:
-    """The model, its optimizer and the device of an estimate."""
     optimizer = spec.optimizer if "optimizer" in estimate.moments else "evaluation"
     return f"{spec_words(spec)}, T = {spec.steps:,}, batch {spec.batch:,}, {optimizer} on {estimate.device}"
 
@@ -126,11 +121,7 @@ def _terms(estimate: Estimate, width: int) -> Table:
 
 
 def _bar(width: float) -> str:
-    """A bar, to half a character.
-
-    >>> _bar(2.6), _bar(0.1)
-    ('██▌', '')
-    """
+    """A bar, to half a character."""
     halves = round(2 * width)
     return "█" * (halves // 2) + "▌" * (halves % 2)
 
@@ -174,11 +165,7 @@ def _comparison(record: Record, estimate: Estimate) -> Table:
 
 
 def _pair(name: str, estimated_bytes: int, measured_bytes: int | None) -> tuple[str, str, str, str]:
-    """A row: the name, the estimated and the measured size, and the error of the estimate.
-
-    >>> _pair("weights", 1100, 1000)
-    ('weights', '1.07 KiB', '1000 B', '+10.0%')
-    """
+    """A row: the name, the estimated and the measured size, and the error of the estimate."""
     if measured_bytes is None:
         return name, format_bytes(estimated_bytes), "", ""
     error = f"{estimated_bytes / measured_bytes - 1:+.1%}" if measured_bytes else ""
@@ -186,7 +173,6 @@ def _pair(name: str, estimated_bytes: int, measured_bytes: int | None) -> tuple[
 
 
 def devices_json(devices: "list[Device]", note: str | None) -> dict[str, Any]:
-    """All devices as one JSON object."""
     return {"devices": [_device_json(device) for device in devices], "note": note}
 
 
@@ -200,7 +186,6 @@ def _device_json(device: "Device") -> dict[str, Any]:
 
 
 def card_json(card: "Card") -> dict[str, Any]:
-    """A card that `--device` takes by name, as a JSON object."""
     return _some(card, "name", "memory_bytes", "usable_bytes", "compute_capability", "source")
 
 
@@ -239,7 +224,6 @@ def _card_words(card: "CardStatus") -> str:
 
 
 def show_cards(cards: "Iterable[Card]", console: "Console") -> None:
-    """Print the cards that `--device` takes by name."""
     rows = tuple(
         (card.name, format_bytes(card.usable_bytes), ".".join(map(str, card.compute_capability))) for card in cards
     )

@@ -1,4 +1,4 @@
-"""What varies in a table, as text or as lists, and all candidates that the values give."""
+"""Names and values that vary in a table, as text or as lists, and all candidates that they give."""
 
 import itertools
 import math
@@ -15,8 +15,7 @@ from oomguard._estimate.target import Target, engine_for
 from oomguard._spec.candidate import KNOBS, Candidate, Candidates, is_none, make_candidate, renew, serve
 from oomguard._spec.spec import Spec
 
-Over = dict[str, list[Any]]
-"""The values of everything that varies, by name."""
+Over = dict[str, list[Any]]  # the values of everything that varies, by name
 NAMES = tuple(name for name in (*KNOBS, *Spec.__struct_fields__) if name not in ("accumulation", "lengths", "frozen"))
 """The knobs and fields of a spec that can vary. (The accumulation follows from the microbatch.)"""
 MOST_VALUES, MOST_ROWS, MOST_SPECS = 1_000_000, 1_000_000, 2_000
@@ -26,7 +25,7 @@ _RANGE = re.compile(r"(\d{1,15})\.\.(\d{1,15})(?:([*+])(\d{1,15}))?", re.ASCII)
 
 
 def read_over(over: Any) -> Over:
-    """What varies, checked: each name with its values, given as a list, a range, an array, or text."""
+    """Check the names and the values that vary. Values are a list, a range, an array, or text."""
     if not isinstance(over, dict):
         raise MisuseError(
             rule="over must be a dict of names and values",
@@ -121,10 +120,7 @@ def fields_for(over: Over, given: Iterable[str]) -> dict[str, int]:
 
 
 def make_grid(spec: Spec, candidate: Candidate, target: Target, over: Over) -> list[tuple[Spec, Candidates]]:
-    """All combinations of the values, as candidates of each spec; `spec` and `candidate` have what does not vary.
-
-    Combinations that are impossible are left out. A value that is in no combination is an error.
-    """
+    """All possible combinations of the values, as candidates of each spec; raises if a value is in none of them."""
     fields = {name: values for name, values in over.items() if name not in KNOBS}
     _check_size(over, math.prod(map(len, fields.values())))
     knobs = {  # `Candidates` checks the values
@@ -163,7 +159,6 @@ def _check_size(over: Over, specs: int) -> None:
 
 
 def _candidates(spec: Spec, candidate: Candidate, target: Target, knobs: dict[str, NDArray[Any]]) -> list[Candidates]:
-    """All possible candidates of a spec; empty if there are none."""
     columns: dict[str, Any] = {name: getattr(candidate, name) for name in KNOBS} | {"accumulation": None}
     columns["microbatch"] = np.full(math.prod(map(len, knobs.values())), min(candidate.microbatch, spec.batch))
     columns |= dict(zip(knobs, map(np.ravel, np.meshgrid(*knobs.values(), indexing="ij")), strict=True))

@@ -19,11 +19,9 @@ from oomguard._report.tables import FOLDER, Section, macros
 from oomguard._report.words import NONE, pieces_words, rows_words, setting_words, speed_words, times
 
 STYLE, SCRIPT = FOLDER / "page.css", FOLDER / "page.js"
-LONGEST_BAR = 2.5
-"""The longest bar in budgets. A longer one fades out at the edge."""
+LONGEST_BAR = 2.5  # The longest bar in budgets. A longer one fades out at the edge.
 PLAIN = "Plain PyTorch"
-SCREENS = {"wide": WIDE, "narrow": NARROW}
-"""The size of a picture for each kind of screen, by its class in the page."""
+SCREENS = {"wide": WIDE, "narrow": NARROW}  # the size of a picture by the class that its screen has in the page
 
 
 class Bar(NamedTuple):
@@ -80,7 +78,6 @@ def _checked(path: str | os.PathLike[str], what: str, suffixes: tuple[str, ...],
 
 
 def plan_page(plan: Plan, sequences: int | None = None) -> str:
-    """The page about a plan."""
     result, *sections = explain(plan, sequences)
     facts = [*_knob_facts(plan), *_time_facts(plan, sequences)]
     share = _percent(plan.budget_bytes, _scale_bytes(plan))
@@ -90,7 +87,6 @@ def plan_page(plan: Plan, sequences: int | None = None) -> str:
 
 
 def curves_page(curves: Sequence[Curve], heading: str, about: str = "") -> str:
-    """A page of several curves with a heading and a sentence about them."""
     return _page(heading, macros().about(about), [], [{"": curve} for curve in curves])
 
 
@@ -107,7 +103,7 @@ def _page(title: str, top: str, sections: Sequence[Section], curves: list[dict[s
 
 
 def _choice(words: str, curve: Curve) -> tuple[object, ...]:
-    """What the template needs of a curve: for each kind of screen the SVG element and the places of its panels."""
+    """A curve for the template: for each kind of screen the SVG element and the places of its panels."""
     pictures = [(kind, *to_svg(curve, size, f"{curve.name} {words} {kind}")) for kind, size in SCREENS.items()]
     return words, curve, pictures, hover_points(curve)
 
@@ -119,7 +115,6 @@ def _scale_bytes(plan: Plan) -> int:
 
 
 def _bars(plan: Plan) -> list[Bar]:
-    """The peak of the plan beside that of plain PyTorch."""
     plain, scale_bytes = plan.plain.expected, _scale_bytes(plan)
     margin_bytes = 0 if plan.confirmed else plan.expected.margin_bytes
     rows = [

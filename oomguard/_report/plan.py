@@ -27,9 +27,8 @@ ENDED = {
     "interrupted": "the search was interrupted, and this is the best plan known at that time",
     "estimate": "nothing was run: a plan for a device that is not present is made by arithmetic alone",
 }
-"""Why a search ended."""
 AIMS = {"throughput": "fastest candidate", "microbatch": "largest microbatch", "seq": "longest sequences"}
-"""What each value of `--maximize` looks for."""
+"""The goal that each value of `--maximize` stands for."""
 
 
 def plan_json(plan: Plan) -> str:
@@ -39,7 +38,6 @@ def plan_json(plan: Plan) -> str:
 
 
 def shortfall_json(shortfall: Shortfall) -> dict[str, Any]:
-    """Why there is no plan, as one JSON object."""
     return {"fits": False, "message": shortfall.message, **msgspec.to_builtins(shortfall)}
 
 
@@ -56,17 +54,16 @@ def show_result(plan: Plan, path: Path | None, console: "Console") -> None:
 
 
 def show_plan(plan: Plan, sequences: int | None, console: "Console") -> None:
-    """Print everything that a plan says. An epoch has so many sequences (default: those of the spec's histogram)."""
+    """Print everything that a plan says. `sequences` is the size of an epoch (default: as the spec's histogram)."""
     show_sections(explain(plan, sequences), console)
 
 
 def show_shortfall(shortfall: Shortfall, spec: Spec, device: str, console: "Console") -> None:
-    """Print why there is no plan, and what would help."""
     show_sections(explain_shortfall(shortfall, spec, device), console, first_style="bold red")
 
 
 def explain(plan: Plan, sequences: int | None = None) -> list[Section]:
-    """Everything that a plan says. An epoch has so many sequences (default: those of the spec's histogram)."""
+    """Everything that a plan says. `sequences` is the size of an epoch (default: as the spec's histogram)."""
     sections = [
         _result(plan),
         _why(plan),
@@ -126,7 +123,7 @@ def _speed(plan: Plan) -> list[str]:
 
 
 def plain_words(plan: Plan) -> str:
-    """What plain PyTorch would need, and whether that fits."""
+    """The memory that plain PyTorch would need, and whether it fits."""
     expected = plan.plain.expected
     words = f"Plain PyTorch would need {format_bytes(expected.peak_bytes)}"
     if plan.plain.fits:
@@ -163,7 +160,6 @@ def _why(plan: Plan) -> Section:
 
 
 def _speed_limit(plan: Plan) -> list[str]:
-    """The microbatch from which on speed stops growing."""
     if plan.enough_rows is None:
         return []
     if plan.enough_rows >= plan.spec.batch > 1:
@@ -172,7 +168,7 @@ def _speed_limit(plan: Plan) -> list[str]:
 
 
 def _bought(bought: LossyGain, *, plain_fits: bool) -> str:
-    """What a lossy knob brought. If plain PyTorch fits, only the user's choice can rule out everything else."""
+    """The gain by a lossy knob. If plain PyTorch fits, only the user's choice can rule out everything else."""
     names = {"precision": bought.value, "window": f"A window of {bought.value} steps"}
     words = names.get(bought.knob, "8-bit optimizer state")
     if bought.exact is None:
@@ -272,7 +268,6 @@ def _start(plan: Plan) -> Section:
 
 
 def explain_shortfall(shortfall: Shortfall, spec: Spec, device: str) -> list[Section]:
-    """Why there is no plan, and what would help."""
     needed, term = format_bytes(shortfall.needed_bytes), shortfall.term
     total, size = sum(shortfall.terms.values()), shortfall.terms[term]
     smallest = f"The smallest candidate needs {needed} with its margin, of {format_bytes(shortfall.budget_bytes)}"

@@ -3,15 +3,14 @@
 from collections.abc import Sequence
 
 from oomguard._core.units import format_bytes, format_seconds
+from oomguard._plan.buckets import Bucket
 from oomguard._plan.value import Environment, Plan, Point, Rung, Shortfall
 from oomguard._probe.record import Record
 from oomguard._report.tables import Table
 from oomguard._report.words import NONE, figure, pieces_words, rows_words, setting_words, times
-from oomguard._search.lengths import Bucket
 from oomguard._spec.candidate import Candidate
 
-Columns = list[tuple[str, list[str]]]
-"""Columns of text, each with its title."""
+Columns = list[tuple[str, list[str]]]  # columns of text, each with its title
 Rows = Sequence[Record] | Sequence[Bucket] | Sequence[Point] | Sequence[Rung]
 
 
@@ -90,7 +89,6 @@ def records(plan: Plan) -> Table:
 
 
 def buckets(plan: Plan) -> Table:
-    """The candidate of each length bucket."""
     found, caption = plan.buckets, "The candidate of each length bucket, with its predicted peak"
     before = [("T up to", [f"{one.longest:,}" for one in found])]
     before += [("sequences", [f"{one.sequences:,}" for one in found])]
@@ -107,14 +105,12 @@ def front(plan: Plan) -> Table:
 
 
 def fallbacks(plan: Plan) -> Table:
-    """The fallbacks, the first to be used first."""
     found, caption = plan.fallbacks, "The fallbacks in their order, with their predicted peaks"
     before = [("fallback", [f"{number}" for number in range(1, len(found) + 1)])]
     return _table(caption, found, before, _predicted(found), plan.candidate)
 
 
 def environment(found: Environment) -> Table:
-    """The machine on which the plan was made, and its limits of memory."""
     versions = [f"oomguard {found.oomguard}", f"torch {found.torch}" if found.torch else "", found.library or ""]
     versions += [f"driver {found.driver}" if found.driver else "", f"Python {found.python}"]
     rows = [
@@ -130,7 +126,6 @@ def environment(found: Environment) -> Table:
 
 
 def changes(shortfall: Shortfall) -> Table:
-    """The changes that would lower the memory that is needed."""
     yes = {True: "yes", False: "no"}
     rows = tuple(
         (way.change, format_bytes(way.needed_bytes), yes[way.fits], yes[way.allowed]) for way in shortfall.ways

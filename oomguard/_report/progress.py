@@ -13,16 +13,13 @@ from oomguard._report.words import figure, pieces_words, times
 if TYPE_CHECKING:  # a search does not wait for the import of training, nor the reverse
     from rich.console import Console, ConsoleRenderable
 
-    from oomguard._search.approach import Probe
+    from oomguard._search.propose import Probe
     from oomguard._search.run import Progress
     from oomguard._train.loop import Result, TrainProgress
 
-REFRESHES_PER_SECOND = 2
-"""Enough for the clock, and too few to disturb a probe."""
+REFRESHES_PER_SECOND = 2  # enough for the clock, and too few to disturb a probe
 ROLES = {"calibrate": "calibrating", "explore": "trying", "confirm": "confirming"}
-"""The purpose of a probe, in words."""
-PAUSE_SECONDS = 60.0
-"""Seconds between two lines of a log without events and validations."""
+PAUSE_SECONDS = 60.0  # seconds between two lines of a log without events and validations
 
 
 @contextmanager
@@ -55,7 +52,6 @@ class Lines:
         self.reported_at = monotonic()
 
     def take(self, progress: "Progress") -> None:
-        """Show this progress from now on."""
         self.last, self.reported_at = progress, monotonic()
 
     def render(self) -> "ConsoleRenderable":
@@ -130,13 +126,6 @@ def in_lines() -> Callable[["TrainProgress"], None]:
 
 
 def progress_words(progress: "TrainProgress") -> str:
-    """The progress of a training in one line.
-
-    >>> from oomguard._train.loop import TrainProgress
-    >>> usual = {"tokens_per_second": 1234.5, "peak_bytes": 900 << 20, "budget_bytes": 1 << 30}
-    >>> progress_words(TrainProgress(step=3, total=10, loss=0.25, validation=None, rung=1, **usual))
-    '3 of 10, loss 0.25, 1,234 tokens/s, 88 % of 1.00 GiB, fallback 1'
-    """
     words = [f"{progress.step:,} of {progress.total:,}", f"loss {progress.loss:.4g}"]
     words.append(f"{figure(progress.tokens_per_second)} tokens/s")
     if progress.peak_bytes:
@@ -148,13 +137,11 @@ def progress_words(progress: "TrainProgress") -> str:
 
 
 def result_json(result: "Result") -> dict[str, Any]:
-    """The result of a training as one JSON object."""
     names = ("steps", "loss", "validation_loss", "ended", "rung", "peak_bytes")
     return {"run": str(result.run)} | {name: getattr(result, name) for name in names} | result.missing._asdict()
 
 
 def show_training(result: "Result", console: "Console") -> None:
-    """Print the result of a training in a few lines."""
     say = printer(console)
     why = {"done": "Trained", "patience": "Stopped early", "interrupted": "Interrupted"}[result.ended]
     losses = [] if result.loss is None else [f"loss {result.loss:.6g}"]

@@ -31,49 +31,30 @@ from oomguard._spec.candidate import KNOBS, Candidate, Candidates, is_none, make
 from oomguard._spec.read import read_spec
 from oomguard._spec.spec import Spec
 
-DRAWN = ("microbatch", "segments", "precision", "seq")
-"""What charts can vary."""
+DRAWN = ("microbatch", "segments", "precision", "seq")  # names that charts can vary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A model on a device under a budget, with the records that are known.
-
-    >>> from oomguard._estimate.target import CPU
-    >>> spec, candidate = Spec(cell="lstm", seq=1000), Candidate(microbatch=32)
-    >>> subject = Subject(spec=spec, target=CPU, budget_bytes=1 << 30, candidate=candidate)
-    >>> subject.predict(subject.vary(microbatch=[8, 32]))["fits"].tolist()
-    [True, False]
-    """
+    """A model on a device under a budget, with the records that are known."""
 
     spec: Spec
     target: Target
-    budget_bytes: int
-    """The bytes that the process may use there."""
-    candidate: Candidate
-    """The values of knobs that do not vary; of a plan, the chosen candidate."""
+    budget_bytes: int  # the bytes that the process may use there
+    candidate: Candidate  # the values of knobs that do not vary; of a plan, the chosen candidate
     precisions: tuple[str, ...] = ("fp32",)
-    records: tuple[Record, ...] = ()
-    """The records of such models on this device."""
-    plan: Plan | None = None
-    """The plan that it is about, if it is about one."""
-    fixed: frozenset[str] = frozenset()
-    """The knobs whose values the user fixed."""
-    over: Over | None = None
-    """What varies, if the user said it; otherwise useful values are chosen."""
+    records: tuple[Record, ...] = ()  # the records of such models on this device
+    plan: Plan | None = None  # the plan that it is about, if it is about one
+    fixed: frozenset[str] = frozenset()  # the knobs whose values the user fixed
+    over: Over | None = None  # values that the user named; otherwise useful ones are chosen
     calibration: Calibration = field(init=False, repr=False, compare=False)
-    """The correction of estimates by the records."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "calibration", Calibration(self.spec, self.records, self.target))
 
     @property
     def varied(self) -> Over:
-        """What varies in a table: by default microbatch and segments in powers of two and as measured, and precision.
-
-        >>> find_subject(cell="gru", seq=64, batch=6, device="t4").varied
-        {'microbatch': [1, 2, 4, 6], 'segments': [1, 2, 4, 8], 'precision': ['fp32', 'fp16']}
-        """
+        """The values of a table: by default microbatch and segments in powers of two and as measured, and precision."""
         if self.over is not None:
             return self.over
         known = [self.candidate, *(record.candidate for record in self.records if record.spec == self.spec)]
@@ -93,11 +74,7 @@ class Subject:
 
     @property
     def microbatches(self) -> list[int]:
-        """Microbatches of charts: powers of two, one between each two of them, the candidate's, and the batch.
-
-        >>> find_subject(cell="gru", seq=100, batch=10, microbatch=5, device="t4").microbatches
-        [1, 2, 3, 4, 5, 6, 8, 10]
-        """
+        """Microbatches of charts: powers of two, one between each two of them, the candidate's, and the batch."""
         usual = [*self._powers, *(3 * power // 2 for power in self._powers if power > 1), self.spec.batch]
         sizes = {*(self.over or {}).get("microbatch", usual), self.candidate.microbatch}
         return sorted(size for size in sizes if size <= self.spec.batch)
@@ -159,7 +136,6 @@ class Subject:
         return table.astype({"window": "Int64", "threads": "Int64"})
 
     def with_seq(self, steps: int) -> Spec:
-        """The subject's spec with all sequences of the given length."""
         return msgspec.structs.replace(self.spec, seq=steps, lengths=None)
 
     def at_length(self, steps: int) -> tuple[Spec, Candidate]:
@@ -177,12 +153,6 @@ def front_of(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def subject_of(plan: Plan) -> Subject:
-    """The subject of a plan.
-
-    >>> from oomguard._api import find_feasible_config
-    >>> subject_of(find_feasible_config(cell="gru", seq=100, device="t4")).precisions
-    ('fp32', 'fp16')
-    """
     used = {"fp32", plan.candidate.precision, *(record.candidate.precision for record in plan.records)}
     known = _precisions(plan.where) if plan.where.cuda and "precision" in plan.allow else ()
     return Subject(
@@ -211,12 +181,7 @@ def find_subject(
     measured: Any = None,
     **fields: Any,
 ) -> Subject:
-    """The subject that `tradeoffs` and `curves` are asked about.
-
-    >>> subject = find_subject(cell="gru", seq=64, batch=4, device="t4")
-    >>> subject.target.device, subject.varied["microbatch"]
-    ('t4-16gb', [1, 2, 4])
-    """
+    """The subject that `tradeoffs` and `curves` are asked about."""
     (records, plan), varied = _read_measured(measured), None if over is None else read_over(over)
     given = {name: value for name, value in fields.items() if name not in KNOBS}
     fixed = {name: value for name, value in fields.items() if name in KNOBS and value is not None}

@@ -20,28 +20,20 @@ if TYPE_CHECKING:  # rich is imported where it is used: --json does not need it
 
 ASCII = str.maketrans({"→": "->", "×": "x", "█": "#", "▌": "#", "–": "-", "…": "..."})
 """Replacements for terminals whose encoding is not Unicode."""
-INDENT = "  "
-"""The indentation of everything below a section's title, except in the first section."""
+INDENT = "  "  # the indentation of everything below a section's title, except in the first section
 FOLDER = Path(__file__).parent
-NARROWEST = 8
-"""Characters that a column of words keeps, however narrow the terminal is."""
+NARROWEST = 8  # characters that a column of words keeps, however narrow the terminal is
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True):
     """A table of text."""
 
-    header: tuple[str, ...]
-    """The title of each column. All are empty if the first column says what each row is."""
-    rows: tuple[tuple[str, ...], ...]
-    """The cells, row by row."""
-    align: str
-    """For each column, `l` (words, left-aligned) or `r` (figures, right-aligned)."""
-    sums: int = 0
-    """The number of last rows that are totals of the rows above, or are compared with them."""
-    caption: str = ""
-    """What the table shows. Pages and screen readers use it; in a terminal the section's title is enough."""
-    styles: tuple[str, ...] = ()
-    """Rich's style of each column in a terminal; empty if no column has one."""
+    header: tuple[str, ...]  # The title of each column. All are empty if the first column says what each row is.
+    rows: tuple[tuple[str, ...], ...]  # the cells, row by row
+    align: str  # for each column, `l` (words, left-aligned) or `r` (figures, right-aligned)
+    sums: int = 0  # the number of last rows that are totals of the rows above, or are compared with them
+    caption: str = ""  # for pages and screen readers; in a terminal the section's title is enough
+    styles: tuple[str, ...] = ()  # Rich's style of each column in a terminal; empty if no column has one
 
     def __post_init__(self) -> None:
         widths = {len(self.header), len(self.align), *map(len, self.rows)}
@@ -52,13 +44,9 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     """One part of a report: a title, sentences, and perhaps a table or lines for the shell."""
 
     title: str
-    """The subject of the section."""
-    sentences: tuple[str, ...] = ()
-    """The text, sentence by sentence."""
+    sentences: tuple[str, ...] = ()  # the text, sentence by sentence
     table: Table | None = None
-    """The figures that belong to it."""
-    lines: tuple[str, ...] = ()
-    """Commands that can be copied as they are."""
+    lines: tuple[str, ...] = ()  # commands that can be copied as they are
 
 
 def printer(console: "Console") -> Callable[..., None]:

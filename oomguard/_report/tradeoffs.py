@@ -26,33 +26,22 @@ from oomguard._spec.spec import Spec
 if TYPE_CHECKING:
     from rich.console import Console
 
-SUFFIXES = (".csv", ".parquet", ".png", ".html")
-"""The kinds of files that `--output` takes."""
-MOST_LINES = 14
-"""The most rows of the front that a terminal shows."""
+SUFFIXES = (".csv", ".parquet", ".png", ".html")  # the kinds of files that `--output` takes
+MOST_LINES = 14  # the most rows of the front that a terminal shows
 LAYERS = ("cell", "features", "vocab", "embedding", "hidden", "projection", "layers", "bidirectional")
 """The fields of a spec that the words for its layers name."""
-ALWAYS = ("seq", "batch")
-"""The fields of the spec that every table has as columns."""
+ALWAYS = ("seq", "batch")  # the fields of the spec that every table has as columns
+# columns of a table that are predicted, and those that are measured with their types
 PREDICTED = ("peak_bytes", "margin_bytes", "fits", "seconds_per_step", "time_factor", "tokens_per_second")
-"""The columns of a table that are predicted."""
 MEASURED = {
     "measured_peak_bytes": "Int64",
     "measured_seconds_per_step": "float64",
     "measured_tokens_per_second": "float64",
     "verdict": "string",
 }
-"""The columns of a table that are measured, and their types."""
 
 
 def make_table(subject: Subject) -> pd.DataFrame:
-    """The table of all candidates that the values of everything that varies give.
-
-    >>> from oomguard._report.subject import find_subject
-    >>> subject = find_subject(cell="lstm", seq=1000, budget="1GiB", over={"microbatch": [8, 32]})
-    >>> make_table(subject)[["microbatch", "accumulation", "fits"]].values.tolist()
-    [[8, 4, True], [32, 1, False]]
-    """
     fields = [*ALWAYS, *(name for name in subject.varied if name not in KNOBS and name not in ALWAYS)]
     parts = []
     for spec, candidates in make_grid(subject.spec, subject.candidate, subject.target, subject.varied):
@@ -120,11 +109,7 @@ def save(subject: Subject, table: pd.DataFrame, output: str, curve: str | None) 
 
 
 def default_curve(over: Iterable[str]) -> str:
-    """The curve that shows most of what varies.
-
-    >>> default_curve(["microbatch"]), default_curve(["seq", "microbatch"])
-    ('microbatch', 'region')
-    """
+    """The curve that shows most of what varies."""
     names = {*over} - {"precision"}
     if "seq" in names:
         return "region"
@@ -142,7 +127,6 @@ def title_words(subject: Subject) -> str:
 
 
 def where_words(subject: Subject) -> str:
-    """The length, the batch, the device, the budget, and how much was measured."""
     steps, batch = (
         values_words(subject.varied.get(name, [usual]))
         for name, usual in (("seq", subject.spec.steps), ("batch", subject.spec.batch))
@@ -153,18 +137,13 @@ def where_words(subject: Subject) -> str:
 
 
 def values_words(values: Sequence[Any]) -> str:
-    """Values in a few words; of numbers, the smallest and the largest.
-
-    >>> values_words([512, 1024]), values_words([7]), values_words(["adam", "sgd"])
-    ('512 to 1,024', '7', 'adam or sgd')
-    """
+    """Values in a few words; of numbers, the smallest and the largest."""
     if all(type(value) in (int, float) for value in values):
         return " to ".join(f"{value:,}" for value in sorted({min(values), max(values)}))
     return " or ".join(map(_word, values))
 
 
 def table_json(subject: Subject, table: pd.DataFrame) -> dict[str, Any]:
-    """The whole table as one JSON object."""
     return {
         "device": subject.target.device,
         "budget_bytes": subject.budget_bytes,

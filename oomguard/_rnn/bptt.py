@@ -26,8 +26,7 @@ from oomguard._rnn.model import Recurrent, State, trainable, turned
 from oomguard._rnn.run import Mark, Microbatch, Run, without_graph
 from oomguard._spec.candidate import Candidate
 
-Ends = list[tuple[Tensor, Tensor]]
-"""Tensors that backward starts from, each with its gradient."""
+Ends = list[tuple[Tensor, Tensor]]  # tensors that backward starts from, each with its gradient
 
 
 def backward(model: Recurrent, batch: Microbatch, candidate: Candidate, scale: float | Tensor = 1.0) -> Tensor:
@@ -77,7 +76,6 @@ def _chunked(run: Run) -> None:
 
 
 def _start_from(ends: Ends) -> None:
-    """Run backward from several tensors at once, each with its gradient."""
     if ends:
         torch.autograd.backward([end for end, _ in ends], [gradient for _, gradient in ends])
 
@@ -143,7 +141,6 @@ def _flat(state: State | None) -> list[Tensor]:
 
 
 def _moved(state: State | None, device: torch.device) -> State | None:
-    """Return the state on a device."""
     return None if state is None else [tuple(part.to(device) for part in call) for call in state]
 
 
@@ -153,10 +150,8 @@ class _Layer:
 
     run: Run
     index: int
-    below: Tensor | None
-    """Outputs of the layer below; None below the first layer."""
-    borders: dict[tuple[int, int], State | None] = field(default_factory=dict)
-    """The state before a piece, by direction and piece."""
+    below: Tensor | None  # outputs of the layer below; None below the first layer
+    borders: dict[tuple[int, int], State | None] = field(default_factory=dict)  # by direction and piece
     marks: dict[int, Mark] = field(default_factory=dict)
     """The random generator's state before a piece: both directions use the same masks."""
 
@@ -176,7 +171,6 @@ class _Layer:
             return turned(outputs, lengths, model.time_dim) if direction else outputs, [after]
 
     def piece_below(self, i: int) -> Tensor | None:
-        """Piece `i` of the outputs below."""
         return None if self.below is None else self.run.cut(self.below, i).detach()
 
     def ends(
@@ -261,12 +255,10 @@ def _layer_backward(layer: _Layer, gradients: Tensor) -> Tensor:
 
 
 def _order(run: Run, direction: int) -> range:
-    """Return the pieces in the order of a direction."""
     return range(run.pieces)[:: -1 if direction else 1]
 
 
 def _trains_up_to(model: Recurrent, layer: int) -> bool:
-    """Whether anything is trained in this layer or below."""
     parts = [model.part(f"layer{i}") if len(model.calls) > 1 else model.calls for i in range(layer + 1)]
     parts += [model.norms[i] for i in range(min(layer, len(model.norms)))]
     parts += [] if model.embedding is None else [model.embedding]

@@ -10,10 +10,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from oomguard._spec.spec import Spec
 
-CallState = tuple[Tensor, ...]
-"""Hidden (and cell) state of one recurrent call."""
-State = list[CallState]
-"""The state of every call, first call first."""
+CallState = tuple[Tensor, ...]  # hidden (and cell) state of one recurrent call
+State = list[CallState]  # the state of every call, first call first
 
 
 def build(spec: Spec) -> "Recurrent":
@@ -224,5 +222,4 @@ def turned(piece: Tensor, lengths: Tensor | None, time_dim: int) -> Tensor:
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that are trained."""
     return [p for p in model.parameters() if p.requires_grad]

@@ -12,31 +12,21 @@ from oomguard._rnn.model import Recurrent, State
 from oomguard._spec.candidate import Candidate
 from oomguard._spec.spec import Spec
 
-IGNORED = -100
-"""The target that marks a step without one, as in PyTorch's cross-entropy."""
-Mark = Tensor | None
-"""The state of a random generator; None if nothing is random."""
+IGNORED = -100  # the target that marks a step without one, as in PyTorch's cross-entropy
+Mark = Tensor | None  # the state of a random generator; None if nothing is random
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Microbatch(NamedTuple):
     """The sequences of one pass, padded to one length. They may stay in host memory: pieces are copied one by one."""
 
-    inputs: Tensor
-    """Time x sequences (or the other way round with batch_first) x features, or tokens."""
-    targets: Tensor
-    """One target for each step, or one for each sequence."""
-    lengths: Tensor | None = None
-    """Real steps of each sequence, on the CPU; None if there is no padding."""
+    inputs: Tensor  # time x sequences (or the other way round with batch_first) x features, or tokens
+    targets: Tensor  # one target for each step, or one for each sequence
+    lengths: Tensor | None = None  # real steps of each sequence, on the CPU; None if there is no padding
 
 
 def count_targets(spec: Spec, batch: Microbatch) -> int:
-    """Count the real targets: neither padding nor `IGNORED`.
-
-    >>> spec = Spec(cell="gru", seq=5, features=3, batch=2)
-    >>> count_targets(spec, Microbatch(torch.zeros(5, 2, 3), torch.zeros(5, 2, 1), torch.tensor([5, 2])))
-    7
-    """
+    """Count the real targets: neither padding nor `IGNORED`."""
     steps = batch.inputs.shape[1 if spec.batch_first else 0]
     real = None if spec.head == "last-step" else _real(spec, batch, 0, steps)
     if spec.loss == "cross-entropy":
@@ -59,11 +49,9 @@ class RngState:
         """The state after all pieces ran in order: random numbers continue from there, as after a plain pass."""
 
     def read(self) -> Mark:
-        """Return the generator's state."""
         return None if self.generator is None else self.generator.get_state()
 
     def restore(self, mark: Mark) -> None:
-        """Set the generator back to a state."""
         if self.generator is not None and mark is not None:
             self.generator.set_state(mark)
 
@@ -94,11 +82,9 @@ class Run:
         self.model, self.batch, self.candidate, self.scale = model, batch, candidate, scale
         self.steps = batch.inputs.shape[model.time_dim]
         length = candidate.window or -(-self.steps // candidate.segments)
-        self.length = self.steps if whole else length
-        """Steps of a piece."""
+        self.length = self.steps if whole else length  # steps of a piece
         self.pieces = -(-self.steps // self.length)
-        self.total = torch.zeros((), device=model.device, dtype=model.head.weight.dtype)
-        """Sum of the losses so far."""
+        self.total = torch.zeros((), device=model.device, dtype=model.head.weight.dtype)  # sum of the losses so far
         self.rng = RngState(model)
         self.home = torch.device("cpu") if candidate.keep == "host" else model.device
         """The device of tensors that span the whole sequence."""
@@ -115,7 +101,6 @@ class Run:
         return start, min((i + 1) * self.length - short, self.steps) - start
 
     def narrow(self, whole: Tensor, i: int) -> Tensor:
-        """Return piece `i` of a tensor of all steps, as a view."""
         return whole.narrow(self.model.time_dim, *self.span(i))
 
     def cut(self, whole: Tensor, i: int) -> Tensor:

@@ -1,30 +1,12 @@
-"""Sequence lengths: shorter sequences for probes, the longest that fit, length buckets, padding."""
+"""Sequence lengths: shorter sequences for probes, and the longest that fit."""
 
-import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Annotated
+from collections.abc import Callable
 
 import msgspec
-import numpy as np
 
-from oomguard._predict.calibration import Prediction
-from oomguard._probe.record import Record
-from oomguard._search.screen import SETTING, CandidateTable, least, screen
-from oomguard._search.space import Problem
-from oomguard._spec.candidate import Candidate, is_none, make_candidate
+from oomguard._spec.candidate import Candidate, make_candidate
 from oomguard._spec.spec import MAX_SEQ, Spec
-
-MOST_BUCKETS = 8
-"""Length buckets of a plan, at most."""
-MOST_LENGTHS = 256
-"""Distinct lengths among which borders are looked for."""
-WORTH = 0.01
-"""A further bucket must save this share of all tokens."""
-ALIKE = 0.02
-"""Times that differ by no more than this share are taken for equal."""
-
-Some = Annotated[int, msgspec.Meta(ge=1, le=1 << 60)]
 
 
 def shorten(spec: Spec, candidate: Candidate, steps: int, *, fewer: bool = True) -> tuple[Spec, Candidate]:
@@ -80,98 +62,3 @@ def longest_that_fits(fits: Callable[[int], bool], low: int, high: int | None = 
             break
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-def cut(lengths: dict[int, int], most: int = MOST_BUCKETS) -> list[dict[int, int]]:
-    """The histogram in at most `most` parts, so that padding each sequence to the longest of its part costs least.
-
-    Exact, by dynamic programming; a part that saves less than 1 % of the tokens is not made.
-
-    >>> [max(part) for part in cut({10: 100, 11: 100, 100: 10, 101: 1})]
-    [11, 101]
-    """
-    values = sorted(lengths)
-    if len(values) > MOST_LENGTHS:  # borders may lie at some of them, and at the longest
-        values = [values[index] for index in np.unique(np.linspace(0, len(values) - 1, MOST_LENGTHS).astype(int))]
-    size, ends_at = len(values), np.array([0, *values])
-    upto = np.array([sum(n for length, n in lengths.items() if length <= end) for end in ends_at])
-    # cost[j]: least padded tokens of the first j lengths in k parts; starts[k][j]: where the last of those parts begins
-    cost = np.where(ends_at, np.inf, 0.0)
-    last = np.where(np.tri(size + 1, k=-1, dtype=bool), ends_at[:, None] * np.subtract.outer(upto, upto), np.inf)
-    starts: list[list[int]] = []
-    best: list[float] = []
-    for _ in range(min(most, size)):
-        totals = cost + last
-        starts.append(totals.argmin(axis=1).tolist())
-        cost = totals.min(axis=1)
-        best.append(float(cost[size]))
-    parts = next((k for k in range(1, len(best)) if best[k - 1] - best[k] < WORTH * best[0]), len(best))
-    borders, end = [0], size
-    for k in reversed(range(parts)):
-        borders.insert(1, values[end - 1])
-        end = starts[k][end]
-    return [
-        {length: n for length, n in sorted(lengths.items()) if low < length <= high}
-        for low, high in itertools.pairwise(borders)
-    ]
-
-
-def padded_tokens(lengths: dict[int, int], microbatch: int) -> float:
-    """Expected tokens of all sequences, each padded to the longest of its microbatch, which is drawn at random."""
-    total, longest, below = sum(lengths.values()), 0.0, 0
-    for length, count in sorted(lengths.items()):
-        longest += length * (((below + count) / total) ** microbatch - (below / total) ** microbatch)
-        below += count
-    return longest * total
-
-
-def padded_share(lengths: dict[int, int], padded: float) -> float:
-    """The share of padding in so many padded tokens of these sequences.
-
-    >>> round(padded_share({100: 1, 300: 1}, padded_tokens({100: 1, 300: 1}, 2)), 3)
-    0.2
-    """
-    real = sum(length * count for length, count in lengths.items())
-    return max(0.0, 1 - real / padded)  # sums of powers round: without padding it may come out a little below 0
-
-
-class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How sequences up to some length are run."""
-
-    longest: Some
-    """Steps of the longest sequence in the bucket."""
-    sequences: Some
-    """Sequences of the data in the bucket."""
-    candidate: Candidate
-    """Its microbatch and segments, in the setting of the plan's candidate."""
-    expected: Prediction
-    """What the bucket is expected to need; the time is that of a step of the whole batch from this bucket."""
-
-
-def make_buckets(problem: Problem, records: Sequence[Record], chosen: Candidate, *, timed: bool = True) -> list[Bucket]:
-    """The buckets of the spec's lengths, each with its fastest candidate that fits in the setting of the chosen one."""
-    buckets: list[Bucket] = []
-    for part in cut(problem.spec.lengths or {problem.spec.steps: 1}):
-        longest = max(part)
-        table = screen(problem, records, with_steps(problem.spec, longest))
-        row = _row(table, chosen, whole=longest == problem.spec.steps)
-        candidate, expected = table.candidates[row], table.expected[row].for_plan(timed=timed)
-        buckets.append(Bucket(longest=longest, sequences=sum(part.values()), candidate=candidate, expected=expected))
-    return buckets
-
-
-def _row(table: CandidateTable, chosen: Candidate, *, whole: bool) -> int:
-    """The fastest candidate that fits, exact if there is one; of equally fast ones that with the largest microbatch.
-
-    The longest sequences are run as the chosen candidate says. If nothing fits (the chosen candidate fits only by its
-    own record), it is the smallest.
-    """
-    alike = table.like(chosen, *SETTING, "threads")
-    if whole:
-        alike &= table.like(chosen, "microbatch", "segments", "levels", "recompute", "window")
-    fits = table.fits & alike
-    exact = fits & is_none(table.candidates.window)
-    if not fits.any():
-        return least(table.expected.safe_bytes, alike)
-    seconds = np.where(exact if exact.any() else fits, table.expected.seconds_per_step, np.inf)
-    return int(np.lexsort((seconds, -table.microbatches, seconds > (1 + ALIKE) * seconds.min()))[0])

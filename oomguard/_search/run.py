@@ -1,50 +1,37 @@
-"""Running a search: one worker per device, within limits. The result is kept, however the search ends.
+"""Running a search: one worker per device, within limits. The result is kept, however the search ends."""
 
-The cache keeps the records for later searches. It can be deleted at any time: cached records only steer a search, and
-every plan rests on records of its own search.
-"""
-
-import hashlib
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from oomguard._core.errors import MisuseError
 from oomguard._estimate.target import resident_within
 from oomguard._predict.calibration import is_stale
+from oomguard._probe.cache import Cache
 from oomguard._probe.record import Ledger, Record, torch_version
 from oomguard._probe.runner import Free, Runner
 from oomguard._probe.verdict import Verdict
-from oomguard._search.approach import CONFIRM_SECONDS, Probe, State
-from oomguard._search.propose import propose
+from oomguard._search.propose import MEASURE_SECONDS, Probe, State, choose, make_probe, short_steps
+from oomguard._search.screen import screen
 from oomguard._search.space import Problem
-from oomguard._spec.spec import Spec
 
 if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.trial import FrozenTrial, Trial
+
     from oomguard._search.study import TrialStore
 
 MAX_PROBES = 24
-TIMEOUT_SECONDS = 100.0
-"""Seconds of a whole search by default."""
-MEASURE_SECONDS = {False: 1.0, True: 1.5}
-"""Seconds of steps after which a probe begins no further one; more if time decides."""
-START_SECONDS = 45.0
-"""Seconds that the start of a child may take on a busy machine: on a card 17 s were measured."""
-PATIENCE = 6.0
-"""How many times longer than expected a probe may take."""
-RESERVE = 0.45
-"""Share of the whole time that is reserved for confirming."""
-LAST_SECONDS = 4.0
-"""With no more seconds left than this, no further probe begins."""
+TIMEOUT_SECONDS = 55.0  # seconds of a whole search by default
+START_SECONDS = 45.0  # seconds that the start of a child may take on a busy machine: on a card 17 s were measured
+PATIENCE = 6.0  # how many times longer than expected a probe may take
+RESERVE = 0.45  # share of the whole time in which one of Optuna's samplers does not explore
+LAST_SECONDS = 4.0  # with no more seconds left than this, no further probe begins
 POLL_SECONDS = 0.2
-MOST_RECORDS = 40
-"""Records that are read of each file of the cache: the last ones."""
+DRAWS = 200  # trials of one of Optuna's samplers, with those that are screened out, at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +40,7 @@ class Limits:
 
     max_probes: int = MAX_PROBES
     """Probes in all, with those of the interrupted search that is continued, but not those of other searches."""
-    seconds: float = TIMEOUT_SECONDS
-    """Seconds from now."""
+    seconds: float = TIMEOUT_SECONDS  # seconds from now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,58 +61,11 @@ class Progress:
 class SearchResult:
     """The records of a search, and how it ended."""
 
-    problem: Problem
-    """The problem, with the budget and the cached records as they were at the end."""
-    records: tuple[Record, ...]
-    """All records, in the order in which they began."""
-    ended: str
-    """Why the search ended: `done`, `max-probes`, `timeout`, `interrupted`, `estimate` (nothing was run)."""
-    seconds: float
-    """Seconds that the search took, since it was last started."""
-    stale: bool = False
-    """Whether cached records contradicted new ones and were dropped."""
-
-
-class Cache:
-    """The cached records of one device. With `directory` None nothing is kept."""
-
-    def __init__(self, directory: Path | None, title: str) -> None:
-        self.directory, self.title = directory, title
-
-    def read(self, spec: Spec) -> list[Record]:
-        """The records of earlier searches with this cell on this device, with this torch."""
-        if self.directory is None:
-            return []
-        records: list[Record] = []
-        with suppress(OSError):
-            for path in sorted(self.directory.glob(f"{self._stem(spec.cell)}-*.jsonl")):
-                with suppress(OSError, MisuseError):  # a file of another user, perhaps
-                    records += Ledger(path).read()[-MOST_RECORDS:]
-        return [record for record in records if record.torch == torch_version()]
-
-    def add(self, record: Record) -> None:
-        """Keep a record that measured a step. A cache that cannot be written does not end a search."""
-        if self.directory is None or not record.steps:
-            return
-        try:
-            Ledger(self._path(record)).append(record)
-        except (OSError, MisuseError):
-            self.directory = None
-
-    def drop(self, record: Record) -> None:
-        """Delete the stale file that a record belongs to."""
-        with suppress(OSError):
-            if self.directory is not None:
-                self._path(record).unlink()
-
-    def _stem(self, cell: str) -> str:
-        return hashlib.sha256(f"{self.title} {torch_version()} {cell}".encode()).hexdigest()[:16]
-
-    def _path(self, record: Record) -> Path:
-        assert self.directory is not None
-        library = (record.library or "unknown").replace(" ", "-").lower()
-        kind = f"{record.engine}-{record.candidate.precision}-{library}"
-        return self.directory / f"{self._stem(record.spec.cell)}-{record.spec.cell}-{kind}.jsonl"
+    problem: Problem  # the problem, with the budget and the cached records as they were at the end
+    records: tuple[Record, ...]  # all records, in the order in which they began
+    ended: str  # why the search ended: `done`, `max-probes`, `timeout`, `interrupted`, `estimate` (nothing was run)
+    seconds: float  # seconds that the search took, since it was last started
+    stale: bool = False  # whether cached records contradicted new ones and were dropped
 
 
 @dataclass(kw_only=True)
@@ -138,6 +77,7 @@ class Search:
     ledger: Ledger | None
     cache: Cache
     limits: Limits
+    sampler: str = "auto"
     progress: Callable[[Progress], None] | None = None
     records: list[Record] = field(default_factory=list)
     stale: bool = False
@@ -152,6 +92,8 @@ class Search:
             seconds = MEASURE_SECONDS[self.problem.timed]
             runners = [stack.enter_context(Runner(name, seconds=seconds)) for name in devices]
             try:
+                if self.sampler != "auto":
+                    self._draw(runners[0])
                 if len(runners) == 1:
                     self._work(runners[0])
                 else:
@@ -189,30 +131,80 @@ class Search:
         return self.limits.seconds - (time.monotonic() - self.began)
 
     def _work(self, runner: Runner) -> None:
-        """Choose a probe, run it and store its record, until there is nothing more to do."""
+        """Let the study choose probes, and run them and store their records, until there is nothing more to do."""
+
+        def objective(trial: "Trial") -> list[float]:
+            return self._measure(trial, runner, self.trials.sampler.suggest(trial))
+
+        def go_on(study: "Study", trial: "FrozenTrial") -> None:
+            if not self._decide(runner):
+                study.stop()
+
+        if self._decide(runner):
+            self.trials.study.optimize(objective, callbacks=[go_on])
+
+    def _decide(self, runner: Runner) -> bool:
+        """Decide on the next probe of this worker, or wait for what others find; False if there is nothing to do."""
         while self.ended is None:
             with self.lock:
                 probe = self._next(runner)
                 if probe is not None:
-                    trial = self.trials.begin(probe, self._patience(probe))
-                    self.running[runner.device.name] = probe
-                elif not (self.running or self.trials.pending()):  # no worker is running any
-                    return
-            if probe is None:
-                time.sleep(POLL_SECONDS)  # a record of another worker may ask for a further probe
-                continue
-            try:
-                self._report()
-                record = self._probe(runner, probe)
-                with self.lock:
-                    if self._interrupted():
-                        return
-                    self._keep(record)
-                    self.trials.end(trial, self.problem.spec, record)
-            finally:
-                self.running.pop(runner.device.name, None)
-                self.trials.drop(trial)
-            self._report()
+                    self.running[runner.device.name] = self.trials.sampler.decided[threading.get_ident()] = probe
+                    return True
+                if not (self.running or self.trials.pending()):
+                    return False
+            time.sleep(POLL_SECONDS)
+        return False
+
+    def _measure(self, trial: "Trial", runner: Runner, probe: Probe) -> list[float]:
+        """Run a probe, store its record, and return the values of its trial."""
+        self.trials.mark(trial, probe, self._patience(probe))
+        self._report()
+        try:
+            record = self._probe(runner, probe)
+        finally:
+            self.running.pop(runner.device.name, None)
+        with self.lock:
+            if self._interrupted():
+                return []
+            self._keep(record)
+            values = self.trials.sampler.report(trial, record)
+        self._report()
+        return values
+
+    def _draw(self, runner: Runner) -> None:
+        """Explore with one of Optuna's samplers in the screened space, for comparison, from arithmetic's best on."""
+        from oomguard._search.sampler import nearest_row, optuna_sampler, space_of
+
+        first = screen(self.problem, ())
+        best, ranges = choose(first), space_of(first) if first.eligible.any() else {}
+
+        def objective(trial: "Trial") -> list[float]:
+            params = {name: trial._suggest(name, some) for name, some in ranges.items()}
+            table = screen(self.problem, self.records)
+            row = nearest_row(table, params)
+            if not table.eligible[row]:
+                trial.set_constraint(
+                    "excess_bytes", float(max(1, table.expected.safe_bytes[row] - self.problem.budget_bytes))
+                )
+                return [self.problem.spec.batch / float(table.expected.seconds_per_step[row])]
+            state = State(problem=self.problem, records=self.records)
+            return self._measure(trial, runner, make_probe(state, table, row, "explore", short_steps(table)[row]))
+
+        def stop(study: "Study", trial: "FrozenTrial") -> None:
+            if (
+                len(self.records) >= self.limits.max_probes - 1
+                or self.left < RESERVE * self.limits.seconds
+                or trial.number > DRAWS
+            ):
+                study.stop()
+
+        study = self.trials.study
+        if best is not None and self.problem.maximize == ("throughput",):
+            study.sampler = optuna_sampler(self.sampler)
+            study.enqueue_trial({name: first.candidates.arrays[name][best].item() for name in ranges})
+            study.optimize(objective, callbacks=[stop])
+            study.sampler = self.trials.sampler
 
     def _interrupted(self) -> bool:
         return self.ended == "interrupted"
@@ -234,15 +226,14 @@ class Search:
         free_bytes = usable_bytes(runner.free())
         if free_bytes < self.problem.budget_bytes:  # another process has taken some: plan for what is left
             self.problem = replace(self.problem, budget_bytes=free_bytes)
-        reserve = min(RESERVE * self.limits.seconds, 1.2 * CONFIRM_SECONDS)
-        state = State(
-            problem=self.problem,
+        self.trials.sampler.problem = self.problem
+        return self.trials.sampler.propose(
+            self.trials.study,
             records=self.records,
             pending=[*self.running.values(), *self.trials.pending()],
-            explore=self.left > reserve,
-            confirm_seconds=max(1.0, min(CONFIRM_SECONDS, 0.7 * self.left)),
+            explore=self.sampler == "auto",
+            left=self.left,
         )
-        return propose(state)
 
     def _patience(self, probe: Probe) -> float:
         """Seconds that a probe may take: several times what is expected, but not beyond the end of the search."""
@@ -305,17 +296,6 @@ def measured_on(title: str, records: Iterable[Record], known: Iterable[Record] =
 def count_ooms(records: Iterable[Record]) -> int:
     """The number of records that ran out of memory."""
     return sum(record.verdict in (Verdict.OOM, Verdict.KILLED) for record in records)
-
-
-def user_directory() -> Path | None:
-    """The directory of the cache; None if OOMGUARD_CACHE is empty, which turns the cache off."""
-    own, base = os.environ.get("OOMGUARD_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    if own is not None:
-        return Path(own) if own else None
-    try:
-        return (Path(base) if base else Path.home() / ".cache") / "oomguard" / "calibrations"
-    except RuntimeError:  # there is no home
-        return None
 
 
 def current(cached: Iterable[Record], record: Record) -> list[Record]:

@@ -21,20 +21,14 @@ from oomguard._probe.record import Record
 from oomguard._spec.candidate import KNOBS, Candidates, serve
 from oomguard._spec.spec import Spec
 
-AIMS = ("throughput", "microbatch", "seq")
-"""What `--maximize` takes."""
+AIMS = ("throughput", "microbatch", "seq")  # what `--maximize` takes
 ALLOW_WORDS = {name: knob.role.lossy for name, knob in KNOBS.items() if knob.role.lossy is not None}
 """The lossy knobs, each with the word by which `--allow` takes it."""
-ALLOWED = tuple(ALLOW_WORDS.values())
-"""The words that `--allow` takes."""
-LEVELS_FROM = {1: 1, 2: 256, 3: 16_384}
-"""The number of segments from which on each number of levels is worth its time."""
-MOST_ROWS = 96
-"""Microbatches in a grid, at most, if the aim is speed."""
-FINE = 1.008
-"""The ratio of neighbouring microbatches, if the aim is the largest."""
-SHARE = 0.02
-"""From this share of the budget on, a term is worth a knob of its own."""
+ALLOWED = tuple(ALLOW_WORDS.values())  # the words that `--allow` takes
+LEVELS_FROM = {1: 1, 2: 256, 3: 16_384}  # the number of segments from which on each number of levels is worth its time
+MOST_ROWS = 96  # microbatches in a grid, at most, if the aim is speed
+FINE = 1.008  # the ratio of neighbouring microbatches, if the aim is the largest
+SHARE = 0.02  # from this share of the budget on, a term is worth a knob of its own
 HEAPS = ("tight", "fast")
 """CPU: the allocators worth trying. `fast` keeps the blocks of a step (PyTorch's own kernels) or of a whole segment
 (oneDNN; LSTM 128, T = 400, 2 threads: 63 ms a step in chunks, and 106 with glibc's moving thresholds; its peaks then
@@ -50,16 +44,11 @@ WHOLE = {"segments": 1, "recompute": True, "levels": 1, "window": None}
 class Choices:
     """What the device offers and the user permits."""
 
-    precisions: tuple[str, ...] = ("fp32",)
-    """The precisions that the device's hardware computes in."""
-    cores: int = 1
-    """Processors that this process may use."""
-    expandable: bool = False
-    """CUDA: whether expandable segments may be tried."""
-    allow: tuple[str, ...] = ()
-    """The lossy knobs that may be turned, as `--allow` takes them."""
-    fixed: dict[str, Any] = field(default_factory=dict)
-    """Knobs that the user fixed, by name."""
+    precisions: tuple[str, ...] = ("fp32",)  # the precisions that the device's hardware computes in
+    cores: int = 1  # processors that this process may use
+    expandable: bool = False  # CUDA: whether expandable segments may be tried
+    allow: tuple[str, ...] = ()  # the lossy knobs that may be turned, as `--allow` takes them
+    fixed: dict[str, Any] = field(default_factory=dict)  # knobs that the user fixed, by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,12 +67,9 @@ class Problem:
     spec: Spec
     target: Target
     space: Space
-    budget_bytes: int
-    """Bytes that the training process may use on the device."""
-    host_bytes: int | None = None
-    """On a card: bytes that it may use of the host's memory; None if that is not known."""
-    cached: tuple[Record, ...] = ()
-    """Records of earlier searches for models with the same cell on this device."""
+    budget_bytes: int  # bytes that the training process may use on the device
+    host_bytes: int | None = None  # on a card: bytes that it may use of the host's memory; None if that is not known
+    cached: tuple[Record, ...] = ()  # records of earlier searches for models with the same cell on this device
     maximize: tuple[str, ...] = ("throughput",)
     """The aims: the first decides on the plan, the others add points to the front."""
     open_batch: bool = False

@@ -1,8 +1,6 @@
-"""The search as an Optuna study: every probe is a trial. The only module that imports Optuna.
+"""The search as an Optuna study: every probe is a trial, in a storage that survives a kill.
 
-The next candidate is not sampled: the space is small, and arithmetic knows most of it (propose.py). Optuna stores the
-trials with their constraints, for several workers and machines at once, in a storage that survives a kill and that
-optuna-dashboard can show.
+optuna-dashboard can show it, and several workers and machines can share it.
 """
 
 import os
@@ -14,44 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-
-with warnings.catch_warnings():  # in a notebook tqdm, which Optuna imports, warns that it has no widgets
-    warnings.filterwarnings("ignore", message="IProgress not found")
-    import optuna
-    from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
-    from optuna.samplers import RandomSampler
-    from optuna.trial import FrozenTrial, Trial, TrialState
+import optuna
+from optuna.trial import FrozenTrial, Trial, TrialState
 
 from oomguard._core.errors import MisuseError
 from oomguard._device.proc import read_status
 from oomguard._probe.record import Record
-from oomguard._search.approach import Probe
-from oomguard._spec.candidate import KNOBS
-from oomguard._spec.spec import MAX_SEQ, Spec
+from oomguard._search.propose import Probe
+from oomguard._search.sampler import Sampler, pending_in, records_in
+from oomguard._search.space import Problem
 
-STUDY = "study.db"
-"""The storage's name in the directory that `--ledger` takes."""
-GRACE_SECONDS = 60.0
-"""A trial of another machine that should have ended so many seconds ago is taken for dead."""
-
-
-class Sampler(RandomSampler):
-    """Gives every trial the candidate that has been chosen for it."""
-
-    params: dict[str, Any]
-
-    def sample_independent(
-        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
-    ) -> Any:
-        return self.params[param_name]
+STUDY = "study.db"  # the storage's name in the directory that `--ledger` takes
+GRACE_SECONDS = 60.0  # a trial of another machine that should have ended so many seconds ago is taken for dead
 
 
 class TrialStore:
     """The trials of one search. `storage`: a URL that Optuna takes, or None for this process alone."""
 
-    def __init__(self, name: str, maximize: tuple[str, ...], storage: str | None = None) -> None:
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.maximize, self.sampler = maximize, Sampler()
+    def __init__(self, name: str, problem: Problem, storage: str | None = None) -> None:
+        optuna.logging.set_verbosity(optuna.logging.ERROR)  # a probe that does not fit is a trial that fails
+        self.sampler, maximize = Sampler(problem), problem.maximize
         self._owner = f"{socket.gethostname()} {os.getpid()} {_start_time(os.getpid())}"
         try:
             self.study = optuna.create_study(
@@ -88,32 +68,18 @@ class TrialStore:
 
     def records(self) -> list[Record]:
         """The records of all workers so far."""
-        return [msgspec.json.decode(text, type=Record) for text in self._attributes("record")]
+        return records_in(self.study)
 
     def pending(self) -> list[Probe]:
         """The probes that workers are running."""
-        return [msgspec.json.decode(text, type=Probe) for text in self._attributes("probe", TrialState.RUNNING)]
+        return pending_in(self.study)
 
-    def begin(self, probe: Probe, seconds: float) -> Trial:
-        """Start the trial of a probe that ends within so many seconds."""
-        self.sampler.params = _params(probe)
-        trial = self.study.ask(fixed_distributions=_distributions(probe))
+    def mark(self, trial: Trial, probe: Probe, seconds: float) -> None:
+        """Note the probe of a trial that ends within so many seconds, and whose it is."""
         trial.set_user_attr("owner", self._owner)
         trial.set_user_attr("until", time.time() + seconds)
         trial.set_user_attr("role", probe.role)
         trial.set_user_attr("probe", msgspec.json.encode(probe).decode())
-        return trial
-
-    def end(self, trial: Trial, asked: Spec, record: Record) -> None:
-        """Store the record of a trial, and its values for a search that asked for a spec."""
-        trial.set_user_attr("record", msgspec.json.encode(record).decode())
-        trial.set_user_attr("verdict", record.verdict.name)
-        if record.peak_bytes is not None:
-            trial.set_constraint("excess_bytes", float(record.peak_bytes - record.budget_bytes))
-        if record.tokens_per_second is None:
-            self.study.tell(trial, state=TrialState.FAIL)
-        else:
-            self.study.tell(trial, [_value(aim, asked, record) for aim in self.maximize])
 
     def drop(self, trial: Trial | int) -> None:
         """Mark a trial as failed if it has not ended: its probe was interrupted."""
@@ -124,10 +90,6 @@ class TrialStore:
         if name not in self.study.user_attrs:
             self.study.set_user_attr(name, value)
         return self.study.user_attrs[name]
-
-    def _attributes(self, name: str, *states: TrialState) -> list[Any]:
-        trials = self.study.get_trials(deepcopy=False, states=states or None)
-        return [trial.user_attrs[name] for trial in trials if name in trial.user_attrs]
 
 
 def storage_in(directory: Path) -> str:
@@ -152,33 +114,3 @@ def _start_time(pid: int) -> str:
         return "" if fields[0] == "Z" else fields[19]  # starttime, proc(5)
     except (OSError, IndexError):
         return "" if read_status(pid) is None else "alive"
-
-
-def _value(aim: str, asked: Spec, record: Record) -> float:
-    """The value of a record: sequences of the asked length per second, the microbatch, or the sequence length."""
-    if aim == "throughput":
-        assert record.seconds_per_step is not None
-        return record.spec.batch / record.seconds_per_step * record.spec.steps / asked.steps
-    return float(record.candidate.microbatch if aim == "microbatch" else record.spec.steps)
-
-
-def _params(probe: Probe) -> dict[str, Any]:
-    """Every knob that has a value, and the sequence length."""
-    knobs = msgspec.structs.asdict(probe.candidate)
-    return {"seq": probe.spec.steps} | {name: value for name, value in knobs.items() if value is not None}
-
-
-def _distributions(probe: Probe) -> dict[str, BaseDistribution]:
-    """The distribution of each parameter of a probe."""
-    ranges: dict[str, BaseDistribution] = {
-        "seq": IntDistribution(1, MAX_SEQ, log=True),
-        "microbatch": IntDistribution(1, max(2, probe.spec.batch), log=True),
-    }
-    for name in _params(probe).keys() - ranges.keys():
-        field = KNOBS[name].field
-        ranges[name] = (
-            CategoricalDistribution(field.choices or (field.default, not field.default))
-            if field.bounds is None
-            else IntDistribution(*field.bounds, log=field.bounds.low > 0)
-        )
-    return ranges

@@ -47,8 +47,7 @@ class Role(NamedTuple):
     """Shapes are varied together by the search, settings one by one; data loading is neither searched nor probed."""
     lossy: str | None = None
     """Word by which `--allow` permits this knob; None if it is exact: the same gradient up to rounding."""
-    tries: tuple[Any, ...] = ()
-    """Values that the search tries if it is worth it; the first is the default."""
+    tries: tuple[Any, ...] = ()  # values that the search tries if it is worth it; the first is the default
     words: Callable[[Any], str] | None = None
     """Words for a value in reports, empty if there is nothing to say; None: the name and the value unless default."""
 
@@ -56,10 +55,8 @@ class Role(NamedTuple):
 class Knob(NamedTuple):
     """One row of the table."""
 
-    field: Field
-    """Name, type, bounds and default."""
-    role: Role
-    """Use in the search and in reports."""
+    field: Field  # name, type, bounds and default
+    role: Role  # use in the search and in reports
 
     @property
     def searched(self) -> bool:
@@ -160,16 +157,10 @@ KNOBS = {
     name: Knob(field, next(mark for mark in field.marks if type(mark) is Role))
     for name, field in fields_of(Candidate).items()
 }
-"""The table of knobs: every row by name."""
 
 
 def make_candidate(spec: Spec, **knobs: Any) -> Candidate:
-    """A candidate for a spec. A microbatch or an accumulation that is left out is computed from the batch.
-
-    >>> spec = Spec(cell="gru", seq=100, batch=32)
-    >>> make_candidate(spec).microbatch, make_candidate(spec, microbatch=7).accumulation
-    (32, 5)
-    """
+    """A candidate for a spec. A microbatch or an accumulation that is left out is computed from the batch."""
     given = {name: value for name, value in knobs.items() if value is not None}
     for name in ("microbatch", "accumulation"):
         check_whole(name, given.get(name), 1, spec.batch)
@@ -313,21 +304,12 @@ def renew(name: str, value: Any) -> Any:
 
 
 def is_none(values: Any) -> NDArray[np.bool_]:
-    """Where a knob is None.
-
-    >>> bool(is_none(None)), is_none(np.array([1, None])).tolist()
-    (True, [False, True])
-    """
     array = np.asarray(values)
     return (array == np.array(None)).astype(bool) if array.dtype == object else np.zeros(array.shape, dtype=bool)
 
 
 def serve(spec: Spec, candidates: Candidates) -> Candidates:
-    """The candidates with their accumulation, once it is clear that all can run the spec.
-
-    >>> serve(Spec(cell="gru", seq=100, batch=32), Candidates(microbatch=[7, 32])).accumulation.tolist()
-    [5, 1]
-    """
+    """The candidates with their accumulation, once it is clear that all can run the spec."""
     if candidates.accumulation is None:
         passes = -(-spec.batch // candidates.microbatch)
         candidates = Candidates(**candidates.knobs | {"accumulation": passes})

@@ -19,17 +19,12 @@ PRESETS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("presets.toml")
 
 
 def preset_fields(name: str) -> dict[str, Any]:
-    """The fields of a preset."""
     check_choice("preset", name, PRESETS)
     return {**PRESETS[name]["spec"]}
 
 
 def make_spec(fields: dict[str, Any]) -> Spec:
-    """A spec from a mapping, as it comes from TOML, JSON or flags.
-
-    >>> make_spec({"cell": "gru", "seq": 100, "lengths": {"50": 3, "100": 1}}).lengths
-    {50: 3, 100: 1}
-    """
+    """A spec from a mapping, as it comes from TOML, JSON or flags."""
     check_names("field of a spec:", fields, Spec.__struct_fields__)
     if "cell" not in fields:
         raise MisuseError(
@@ -46,11 +41,7 @@ def make_spec(fields: dict[str, Any]) -> Spec:
 
 
 def with_batch(fields: dict[str, Any], knobs: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a spec; without a batch, it is the microbatch times the accumulation, if that is given.
-
-    >>> with_batch({"cell": "gru"}, {"microbatch": 8}), with_batch({"batch": 32}, {"microbatch": 8})
-    ({'cell': 'gru', 'batch': 8}, {'batch': 32})
-    """
+    """The fields of a spec; without a batch, it is the microbatch times the accumulation, if that is given."""
     microbatch, accumulation = knobs.get("microbatch"), knobs.get("accumulation", 1)
     if "batch" in fields or not type(microbatch) is type(accumulation) is int or min(microbatch, accumulation) < 1:
         return fields
@@ -80,7 +71,6 @@ def load_fields(path: Path) -> dict[str, Any]:
 
 
 def read_spec(spec: Spec | None, fields: dict[str, Any]) -> Spec:
-    """A spec, given as such or by its fields."""
     check_names("argument", fields, [*Spec.__struct_fields__, *KNOBS])
     if spec is None:
         return make_spec(fields)

@@ -16,12 +16,10 @@ Head = Literal["per-step", "last-step"]
 Loss = Literal["cross-entropy", "mse"]
 Optimizer = Literal["sgd", "sgd-momentum", "adam", "adamw", "rmsprop", "adagrad", "adafactor", "adam8bit"]
 
-SPARSE_OPTIMIZERS = ("sgd", "sgd-momentum", "adagrad")
-"""Optimizers that take sparse gradients in PyTorch."""
+SPARSE_OPTIMIZERS = ("sgd", "sgd-momentum", "adagrad")  # optimizers that take sparse gradients in PyTorch
 MAX_SEQ = 10**9
 """Longest sequence: a billion steps. Beyond it, one border state per segment no longer fits any machine."""
-MAX_BATCH = 1 << 20
-"""Largest batch, in sequences."""
+MAX_BATCH = 1 << 20  # largest batch, in sequences
 MAX_STEP_ELEMENTS = 1 << 45
 """Most elements of the widest tensor of an optimizer step: every byte count stays well within an int64."""
 _WIDTH = Bounds(1, 1 << 16)
@@ -147,11 +145,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def longest_seq(spec: Spec) -> int:
-    """The largest `seq` that the other fields of the spec permit.
-
-    >>> longest_seq(Spec(cell="gru", seq=1)), longest_seq(Spec(cell="gru", seq=1, hidden=1 << 16, batch=1 << 10))
-    (1000000000, 262144)
-    """
+    """The largest `seq` that the other fields of the spec permit."""
     return min(MAX_SEQ, MAX_STEP_ELEMENTS // (spec.batch * _width(spec)))
 
 

@@ -18,11 +18,7 @@ _COUNT = Bounds(1, 10**15)
 
 
 class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a plan is trained.
-
-    >>> TrainOptions(steps=500, schedule="cosine", warmup=50).save_seconds
-    600.0
-    """
+    """How a plan is trained."""
 
     run: str | None = None
     """Directory of checkpoints, metrics and events; None: runs/ and the model's name."""

@@ -39,12 +39,9 @@ from oomguard._train.tensors import OptimizerState, TensorFile, file_pieces, get
 
 Model = Callable[[Spec], Recurrent] | str | None
 """A function from a spec to a model, or its name package.module:function; None: the model that the spec describes."""
-CHECKPOINTS, BEST = "checkpoints", "best"
-"""Names in the directory of a run."""
-VERSION = 1
-"""Version of the format. Others are not read."""
-TENSORS, FACTS, CHECKSUMS = "tensors.safetensors", "facts.json", "checksums.json"
-"""Files of a checkpoint."""
+CHECKPOINTS, BEST = "checkpoints", "best"  # names in the directory of a run
+VERSION = 1  # Version of the format. Others are not read.
+TENSORS, FACTS, CHECKSUMS = "tensors.safetensors", "facts.json", "checksums.json"  # files of a checkpoint
 _UNFINISHED = ".unfinished-"
 """Prefix of directories that are being written or removed. The next save removes what a kill left."""
 _NAME = re.compile(r"step-\d{8,}-save-\d{4,}")
@@ -66,23 +63,16 @@ class TrainState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     Names in the file differ from those here where renaming them would break runs of earlier versions.
     """
 
-    step: int = 0
-    """Optimizer steps made."""
+    step: int = 0  # optimizer steps made
     position: Position = Position()
     ladder: LadderPosition = msgspec.field(name="standing", default=LadderPosition())
     """Rung of the plan. A resumed run continues there, since other microbatches round sums differently."""
-    loss: float | None = None
-    """Loss of the last step."""
-    best: float | None = None
-    """Lowest validation loss."""
-    worse: int = 0
-    """Validations since the lowest."""
-    data: dict[str, Any] = {}
-    """The training data, as its source describes itself."""
-    data_options: DataOptions = DataOptions()
-    """How the data was read."""
-    normaliser: Normaliser | None = None
-    """How numbers were scaled; None: not at all."""
+    loss: float | None = None  # loss of the last step
+    best: float | None = None  # lowest validation loss
+    worse: int = 0  # validations since the lowest
+    data: dict[str, Any] = {}  # the training data, as its source describes itself
+    data_options: DataOptions = DataOptions()  # how the data was read
+    normaliser: Normaliser | None = None  # how numbers were scaled; None: not at all
     model: str | None = None
     """The function that built the model, as package.module:function; None: the spec's own model."""
 
@@ -91,14 +81,12 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """A complete checkpoint, as `facts.json` has it. Its tensors are still in its directory."""
 
     version: int
-    step: int
-    """Optimizer steps made when it was saved."""
+    step: int  # optimizer steps made when it was saved
     spec: Spec
     candidate: Candidate
     optimizer: OptimizerState = msgspec.field(name="state")
     state: TrainState = msgspec.field(name="facts")
-    directory: str = ""
-    """Where it was found; not in the file."""
+    directory: str = ""  # where it was found; not in the file
 
     def tensors(self) -> TensorFile:
         return TensorFile(Path(self.directory) / TENSORS)
@@ -159,7 +147,6 @@ def _write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> Checksum:
 
 
 def checksum_of(path: Path) -> Checksum:
-    """The checksum of a file's present content."""
     with path.open("rb") as file:
         return Checksum(sha256=hashlib.file_digest(file, "sha256").hexdigest(), size_bytes=file.tell())
 
@@ -187,10 +174,7 @@ def _serial(path: Path) -> int:
 
 
 def load(directory: str | os.PathLike[str]) -> Checkpoint | None:
-    """The newest complete checkpoint, or None if there is none at all.
-
-    A damaged one is skipped with a warning that names the file. It is an error if all of them are.
-    """
+    """The newest complete checkpoint, or None if there is none at all. Damaged ones are skipped with a warning."""
     home, tried = Path(directory), None
     while (listed := _list(home)) != tried:  # again if a running training removed one while it was read
         tried = listed
@@ -256,7 +240,6 @@ def load_weights(checkpoint: Checkpoint, model: Recurrent) -> None:
 
 
 def _spec_error(old: Spec, new: Spec, ignored: tuple[str, ...] = ()) -> MisuseError:
-    """The error that names the fields which differ."""
     names = [field.name for field in msgspec.structs.fields(Spec) if field.name not in ignored]
     pairs = {name: (getattr(old, name), getattr(new, name)) for name in names}
     differences = [f"{flag(name)} was {shown(a)} and is {shown(b)}" for name, (a, b) in pairs.items() if a != b]
@@ -275,7 +258,6 @@ def name_of(model: Model) -> str | None:
 
 
 def build_model(model: Model, spec: Spec) -> Recurrent:
-    """The model of the spec, or the one that the user's function builds."""
     if model is None:
         return build(spec)
     try:

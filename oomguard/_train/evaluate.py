@@ -30,11 +30,9 @@ from oomguard._spec.spec import Spec
 from oomguard._train.checkpoint import BEST, CHECKPOINTS, Checkpoint, Model, TrainState, build_model, load, load_weights
 from oomguard._train.ranks import Ranks
 
-MOST_ROWS = 4096
-"""Most sequences of an evaluation pass: beyond that no kernel gets faster."""
+MOST_ROWS = 4096  # most sequences of an evaluation pass: beyond that no kernel gets faster
 Result = TypeVar("Result")
-Blocks = Iterator[tuple[Ints, Array]]
-"""Numbers of some sequences, and their predictions."""
+Blocks = Iterator[tuple[Ints, Array]]  # numbers of some sequences, and their predictions
 
 
 def evaluation_candidate(spec: Spec, candidate: Candidate, target: Target) -> Candidate:
@@ -73,10 +71,7 @@ def validate(model: Recurrent, source: Source, candidate: Candidate, ranks: Rank
 
 
 def in_microbatches(order: Ints, rows: int, compute: Callable[[Ints], Result]) -> Iterator[tuple[Ints, Result]]:
-    """The sequences of each microbatch with what is computed from them.
-
-    Out of memory halves the microbatch from there on. `GuardError`: not even one sequence fits.
-    """
+    """Each microbatch with its result. Out of memory halves it; `GuardError` if not even one sequence fits."""
     while len(order):
         sequences = order[:rows]
         try:
@@ -106,10 +101,7 @@ def run_prediction(
     device: str | None = None,
     model: Model = None,
 ) -> Array | Path:
-    """All predictions in the order of the sequences, as an array or in the file `output`.
-
-    `options` are fields of `DataOptions` that differ from the training's.
-    """
+    """All predictions as an array or in the file `output`. `options` are data options other than the training's."""
     if output is not None and Path(output).suffix.lower() not in (".npy", ".csv"):
         advice = "Give --output predictions.npy."
         raise MisuseError(rule="Predictions are written as .npy or .csv", got=f"got {output!r}", advice=advice)

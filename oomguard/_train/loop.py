@@ -33,7 +33,7 @@ from oomguard._train.ranks import Ranks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """What is trained, on which data, with which options, where the files go, and who is told."""
+    """The parts of a training that stay the same: plan, options, data, directory, processes."""
 
     plan: Plan
     options: TrainOptions
@@ -49,48 +49,30 @@ class TrainConfig:
 class TrainProgress:
     """The figures of a progress bar, after each step."""
 
-    step: int
-    """Optimizer steps made."""
-    total: int
-    """Optimizer steps in all."""
-    loss: float
-    """Loss of the last step."""
-    validation: float | None
-    """Last validation loss; None: there was none yet."""
-    tokens_per_second: float
-    """Time steps of sequences per second in the last step."""
-    peak_bytes: int
-    """Largest peak so far."""
+    step: int  # optimizer steps made
+    total: int  # optimizer steps in all
+    loss: float  # loss of the last step
+    validation: float | None  # last validation loss; None: there was none yet
+    tokens_per_second: float  # time steps of sequences per second in the last step
+    peak_bytes: int  # largest peak so far
     budget_bytes: int
-    """The plan's budget."""
-    rung: int
-    """Rung of the plan; 0 is its candidate."""
-    events: tuple[Event, ...] = ()
-    """Events since the last report."""
+    rung: int  # rung of the plan; 0 is its candidate
+    events: tuple[Event, ...] = ()  # events since the last report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
     """The result of a training."""
 
-    run: Path
-    """Directory of the run."""
-    steps: int
-    """Optimizer steps made, including those before a resume."""
-    loss: float | None
-    """Loss of the last step."""
-    validation_loss: float | None
-    """Lowest validation loss."""
-    ended: str
-    """Why it ended: `done`, `patience` or `interrupted`."""
-    rung: int
-    """Rung of the plan at the end; 0 is its candidate."""
-    peak_bytes: int
-    """Largest peak of this process."""
-    model: Recurrent
-    """The model after the last step."""
-    missing: Missing
-    """How many sequences were cut or left out."""
+    run: Path  # directory of the run
+    steps: int  # optimizer steps made, including those before a resume
+    loss: float | None  # loss of the last step
+    validation_loss: float | None  # lowest validation loss
+    ended: str  # why it ended: `done`, `patience` or `interrupted`
+    rung: int  # rung of the plan at the end; 0 is its candidate
+    peak_bytes: int  # largest peak of this process
+    model: Recurrent  # the model after the last step
+    missing: Missing  # how many sequences were cut or left out
 
 
 class Trainer:
@@ -191,7 +173,6 @@ class Trainer:
         return self.guard.current.candidate_for(batch.inputs.shape[self.training.model.time_dim])
 
     def _finish_step(self, batch: Batch, outcome: Outcome, tokens_per_second: float) -> None:
-        """Count a step, validate if it is time, and report."""
         loss, step = float(outcome.loss), self.state.step + 1
         self.state = msgspec.structs.replace(
             self.state, step=step, position=batch.after, ladder=self.guard.position, loss=loss

@@ -14,8 +14,7 @@ from oomguard._core.system import file_errors, opened, read_lines, replace_conte
 if TYPE_CHECKING:  # imported when it is used: it is not installed with oomguard
     from torch.utils.tensorboard import SummaryWriter
 
-CSV = "metrics.csv"
-"""Name of the file."""
+CSV = "metrics.csv"  # name of the file
 COLUMNS = ("loss", "lr", "norm", "tokens_per_second", "peak_bytes", "epoch", "validation_loss")
 """Columns of the file after `step`."""
 _HEADER = ",".join(["step", *COLUMNS])
@@ -62,7 +61,6 @@ class Metrics:
             self._writer.flush()
 
     def close(self) -> None:
-        """Close TensorBoard's event file."""
         if self._writer is not None:
             self._writer.close()
 

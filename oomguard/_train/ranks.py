@@ -19,8 +19,7 @@ from oomguard._guard import another_process_failed
 from oomguard._rnn.model import Recurrent, trainable
 from oomguard._spec.spec import Spec
 
-DONE, TORN, FAILED = 0, 1, 2
-"""Outcome of work that all processes do; the largest counts."""
+DONE, TORN, FAILED = 0, 1, 2  # outcome of work that all processes do; the largest counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +36,6 @@ class Ranks:
         return self.rank == 0
 
     def share(self, sequences: Ints) -> Ints:
-        """The share of some sequences that this process trains on."""
         return sequences[self.rank :: self.world]
 
     def agree(self, numbers: Sequence[int]) -> list[int]:
@@ -49,7 +47,6 @@ class Ranks:
         return [*map(int, tensor.tolist())]
 
     def sums(self, numbers: Sequence[float]) -> list[float]:
-        """The sum of each number over all processes."""
         if self.world == 1:
             return [*numbers]
         tensor = torch.tensor(numbers, dtype=torch.float64, device=self.device)
@@ -58,10 +55,7 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Fail in all processes if one fails, so that none waits for one that is gone.
-
-        A torn update is raised as such in all of them: they go back to the same checkpoint.
-        """
+        """Fail in all processes if one fails, so that none waits for it. A torn update is one in all of them."""
         try:
             yield
         except BaseException as error:

@@ -28,8 +28,7 @@ from oomguard._train.checkpoint import CHECKPOINTS, Checkpoint, Model, TrainStat
 from oomguard._train.loop import Result, TrainConfig, Trainer, TrainProgress
 from oomguard._train.ranks import join
 
-SHARED_MEMORY = Path("/dev/shm")
-"""Where processes share memory on Linux."""
+SHARED_MEMORY = Path("/dev/shm")  # where processes share memory on Linux
 _MAY_CHANGE = {"--workers", "--cache", "--format", "--nan", "--targets", "path", "targets"}
 """Data options and descriptions that may differ after a resume. A description shows what such an option changes, and
 files may have moved."""
@@ -161,17 +160,13 @@ def _resumed_state(checkpoint: Checkpoint, new: TrainState, plan: Plan) -> Train
 
 
 def _sequences(state: TrainState) -> dict[str, Any]:
-    """What determines the sequences, as a checkpoint returns it: options by their flags, then the data's description.
-
-    Options come first, since the description follows from them.
-    """
+    """All that determines the sequences: options by their flags, then the description of the data, which follows."""
     values = {flag(name): value for name, value in msgspec.structs.asdict(state.data_options).items()} | state.data
     kept = {name: value for name, value in values.items() if name not in _MAY_CHANGE}
     return msgspec.json.decode(msgspec.json.encode(kept), type=dict[str, Any])
 
 
 def _training(config: TrainConfig, device: Device) -> Training:
-    """The model with its optimizer."""
     plan, lr = config.plan, config.options.lr
     torch.manual_seed(config.data_options.seed)
     training = prepare(plan.spec, plan.candidate, device.name, lr)

@@ -38,8 +38,7 @@ class Sparse(msgspec.Struct, frozen=True, kw_only=True, tag="sparse"):
     """A sparse tensor of the optimizer's state; its indices and values are in the file."""
 
     size: list[int]
-    coalesced: bool
-    """Whether each index occurs once. The rounding of the next addition depends on it."""
+    coalesced: bool  # Whether each index occurs once. The rounding of the next addition depends on it.
 
 
 class Plain(msgspec.Struct, frozen=True, kw_only=True, tag="plain"):
@@ -54,14 +53,10 @@ Entry = Dense | Sparse | Plain
 class OptimizerState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The state of optimizer and scaler without the tensors' content."""
 
-    optimizer: str
-    """Name of the optimizer's class."""
-    groups: list[dict[str, Any]]
-    """Learning rate and other numbers of each parameter group."""
-    kept: dict[str, dict[str, Entry]]
-    """State of each parameter, by the parameter's name."""
-    scaler: dict[str, Any] | None = None
-    """State of the loss scaler for fp16; None: there is none."""
+    optimizer: str  # name of the optimizer's class
+    groups: list[dict[str, Any]]  # learning rate and other numbers of each parameter group
+    kept: dict[str, dict[str, Entry]]  # state of each parameter, by the parameter's name
+    scaler: dict[str, Any] | None = None  # state of the loss scaler for fp16; None: there is none
 
 
 def get_state(training: Training) -> tuple[OptimizerState, dict[str, Tensor]]:

@@ -13,8 +13,9 @@ from device.fake_nvml import answer, card
 
 from oomguard._cli import parsing
 from oomguard._cli.app import app, run
-from oomguard._cli.flags import CANDIDATE, SPEC, help_of
+from oomguard._cli.flags import CANDIDATE, SPEC, flags_of, flowing, help_of
 from oomguard._core.units import GIB
+from oomguard._spec.candidate import Candidate
 from oomguard._spec.read import PRESETS
 from oomguard._spec.spec import Spec
 
@@ -386,3 +387,12 @@ def test_a_probe_over_its_budget_is_an_answer_and_no_crash(capsys: Capture) -> N
 def test_a_probe_that_cannot_be_is_refused(capsys: Capture, words: str, told: str) -> None:
     assert run([*TINY.split(), *words.split()]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_a_help_text_has_its_paragraphs_in_one_line_and_its_lists_in_several() -> None:
+    assert flowing("One\nsentence.\n\n- a\n- b") == "One sentence.\n\n- a\n- b"
+
+
+def test_the_flags_of_a_struct_are_those_of_its_fields() -> None:
+    words = [flag.word for flag in flags_of(Candidate)]
+    assert words[:5] == ["--microbatch", "--accumulation", "--precision", "--segments", "--no-recompute"]

@@ -22,7 +22,7 @@ from oomguard._data.open import Missing
 from oomguard._data.options import DataOptions
 from oomguard._guard.events import Events
 from oomguard._report import progress as progress_report
-from oomguard._report.progress import follow, show_training
+from oomguard._report.progress import follow, progress_words, show_training
 from oomguard._rnn import backward
 from oomguard._train import Schedule, TrainOptions
 from oomguard._train.loop import Result, TrainProgress
@@ -234,3 +234,14 @@ def test_an_interrupted_run_says_how_to_go_on() -> None:
     assert "Interrupted after 3 steps: loss 0.5." in captured.get()
     assert "fallback 2" in captured.get()
     assert "--resume" in captured.get()
+
+
+def test_the_progress_of_a_training_is_one_line() -> None:
+    usual: Any = {"tokens_per_second": 1234.5, "peak_bytes": 900 << 20, "budget_bytes": 1 << 30}
+    progress = TrainProgress(step=3, total=10, loss=0.25, validation=None, rung=1, **usual)
+    assert progress_words(progress) == "3 of 10, loss 0.25, 1,234 tokens/s, 88 % of 1.00 GiB, fallback 1"
+
+
+def test_what_is_missing_is_counted_with_separators() -> None:
+    words = Missing(truncated=1200, dropped=1).words()
+    assert words == "1,200 were cut to the length of the spec, 1 was left out for a NaN"

@@ -8,7 +8,18 @@ from hypothesis import strategies as st
 from strategies import attempt, has_three_beats
 
 from oomguard._core.errors import MisuseError
-from oomguard._core.units import GIB, KIB, MAX_BYTES, MIB, TIB, format_bytes, format_seconds, parse_bytes, parse_seconds
+from oomguard._core.units import (
+    GIB,
+    KIB,
+    MAX_BYTES,
+    MIB,
+    TIB,
+    format_bytes,
+    format_seconds,
+    parse_bytes,
+    parse_seconds,
+    read_budget,
+)
 
 NOT_SIZES = [
     "",
@@ -97,8 +108,10 @@ def test_a_larger_size_is_never_written_smaller(one: int, other: int) -> None:
     assert values[0] <= values[1]
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("2m", 120), ("2 min", 120), ("1.5H", 5400)])
-def test_a_duration_is_read_in_any_usual_unit(text: str, seconds: float) -> None:
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 90), ("90s", 90), ("2m", 120), ("2 min", 120), ("1.5H", 5400), (7, 7)]
+)
+def test_a_duration_is_read_in_any_usual_unit(text: str | float, seconds: float) -> None:
     assert parse_seconds(text) == seconds
 
 
@@ -113,6 +126,9 @@ def test_what_is_no_duration_is_refused_with_three_beats(text: str) -> None:
     ("seconds", "text"),
     [
         (0, "0.0 ms"),
+        (0.0123, "12.3 ms"),
+        (7.25, "7.2 s"),
+        (90, "1 min 30 s"),
         (0.99999, "1.0 s"),
         (59.96, "1 min 0 s"),
         (119.7, "2 min 0 s"),
@@ -121,10 +137,23 @@ def test_what_is_no_duration_is_refused_with_three_beats(text: str) -> None:
         (90_000, "25 h 0 min"),
     ],
 )
-def test_a_duration_that_rounds_up_moves_to_the_next_unit(seconds: float, text: str) -> None:
+def test_a_duration_is_written_in_the_unit_to_which_it_rounds(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
 
 
 @given(st.floats(0, 1e9))
 def test_a_written_duration_never_shows_60_of_a_unit(seconds: float) -> None:
     assert not re.search(r"\b60(\.0)? (s|min)\b|\b1000\.0 ms", format_seconds(seconds))
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [(13314398618, "12.40 GiB"), (8519680, "8.12 MiB"), (512, "512 B"), (-3 * MIB, "-3.00 MiB")],
+)
+def test_a_size_is_written_in_the_largest_unit_that_it_fills(size_bytes: int, text: str) -> None:
+    assert format_bytes(size_bytes) == text
+
+
+@pytest.mark.parametrize(("budget", "budget_bytes"), [("6GiB", 6 * GIB), (1000, 1000), (None, None)])
+def test_a_budget_is_text_or_a_number_or_not_given(budget: int | str | None, budget_bytes: int | None) -> None:
+    assert read_budget(budget) == budget_bytes

@@ -15,6 +15,7 @@ from oomguard._data.open import check_source, open_data, open_source
 from oomguard._data.options import DataOptions
 from oomguard._data.order import Cuts, whole
 from oomguard._data.rows import Source
+from oomguard._data.source import fingerprint
 from oomguard._data.values import as_values
 
 
@@ -377,3 +378,7 @@ def test_a_source_can_be_gone_through_like_a_list(tmp_path: Path) -> None:
     assert len(list(source)) == 3  # type: ignore[call-overload]
     with pytest.raises(IndexError):
         source[3]
+
+
+def test_a_fingerprint_tells_arrays_apart_by_their_content() -> None:
+    assert fingerprint(np.zeros(3)) == fingerprint(np.zeros(3)) != fingerprint(np.ones(3))

@@ -14,6 +14,7 @@ from oomguard._core.errors import MisuseError
 from oomguard._core.units import GIB, MIB
 from oomguard._device import limits
 from oomguard._device.budget import Budget, Limit
+from oomguard._device.proc import read_sizes
 
 
 def test_without_cgroups_free_ram_and_what_the_process_holds_of_it_is_the_budget(tmp_path: Path) -> None:
@@ -142,3 +143,14 @@ def test_a_process_cannot_hold_more_than_is_used() -> None:
 def test_a_budget_needs_a_resident_limit() -> None:
     with pytest.raises(MisuseError, match="limit of resident bytes"):
         Budget(device="cpu", limits=())
+
+
+def test_the_least_limit_of_a_budget_binds() -> None:
+    ram, group = Limit.read("free RAM", "…", 900, 100, 50), Limit.read("memory.max", "…", 500, 50, 50)
+    budget = Budget(device="cpu", limits=(ram, group))
+    assert (budget.limit_bytes, budget.left_bytes, budget.committed_bytes) == (500, 450, None)
+    assert budget.binding.name == "memory.max"
+
+
+def test_sizes_of_proc_are_read_in_bytes() -> None:
+    assert read_sizes("Pid:\t7\nVmData:\t     292 kB\n") == {"VmData": 292 << 10}

@@ -16,7 +16,7 @@ from oomguard._core.units import GIB
 from oomguard._device import card_index, cuda, open_device
 from oomguard._device.cpu import Cpu
 from oomguard._device.cuda import EXPANDABLE, SETTINGS, Cuda
-from oomguard._device.find import NO_CUDA, present_devices
+from oomguard._device.find import NO_CUDA, find_target, present_devices
 from oomguard._estimate import cards
 from oomguard._spec.candidate import Candidate
 
@@ -191,3 +191,8 @@ def test_finding_the_devices_imports_no_torch() -> None:
     code = "import sys; from oomguard._device.find import present_devices; present_devices(); "
     code += "print('torch' in sys.modules)"
     assert child(code) == "False"
+
+
+@pytest.mark.parametrize(("name", "device"), [("cpu", "cpu"), ("A100 80GB", "a100-80gb")])
+def test_a_target_is_found_by_any_spelling_of_its_name(name: str, device: str) -> None:
+    assert find_target(name).device == device

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from oomguard._core.units import GIB, MIB
-from oomguard._estimate.breakdown import MARGIN_PERCENT, Estimate, estimate_step, margin_bytes
+from oomguard._estimate.breakdown import Estimate, estimate_step, margin_bytes
 from oomguard._estimate.target import CPU, CPU_RUNTIME_BYTES
 from oomguard._spec.candidate import make_candidate
 from oomguard._spec.read import make_spec
@@ -61,9 +61,7 @@ def test_95_of_100_estimates_err_by_at_most_10_percent() -> None:
 def test_no_measured_peak_exceeds_estimate_and_margin() -> None:
     for row in ROWS:
         spec, found = make_spec(json.loads(row["spec"])), estimated(row)
-        safe_bytes = found.growth_bytes + margin_bytes(
-            spec, found.growth_bytes, make_candidate(spec, **json.loads(row["candidate"])), CPU
-        )
+        safe_bytes = found.growth_bytes + margin_bytes(spec, found, CPU)
         assert int(row["growth_bytes"]) <= safe_bytes, row
 
 
@@ -97,4 +95,6 @@ def test_estimates_of_ordinary_processes_err_by_at_most_5_percent_and_20_at_wors
 
 def test_no_ordinary_process_that_was_judged_exceeds_estimate_and_margin() -> None:
     for row in JUDGED:
-        assert int(row["growth_bytes"]) <= estimated(row).growth_bytes * (1 + MARGIN_PERCENT["system"] / 100), row
+        found = estimated(row)
+        margin = margin_bytes(make_spec(json.loads(row["spec"])), found, CPU)
+        assert int(row["growth_bytes"]) <= found.growth_bytes + margin, row

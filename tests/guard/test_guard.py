@@ -20,8 +20,8 @@ from oomguard._device.budget import Budget, Limit
 from oomguard._guard import Guard, ladder
 from oomguard._guard.events import Event, Events
 from oomguard._guard.ladder import FIRST_WAIT, LONGEST_WAIT, LadderPosition, make_ladder
+from oomguard._plan.buckets import Bucket
 from oomguard._plan.value import Plan
-from oomguard._search.lengths import Bucket
 
 SHORT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
 

@@ -11,9 +11,10 @@ from strategies import attempt, has_three_beats, specs
 import oomguard
 from oomguard._core.units import GIB, MIB, format_bytes
 from oomguard._device.find import find_target
+from oomguard._estimate.breakdown import estimate_step
 from oomguard._estimate.engines.cudnn import MAX_STEPS
-from oomguard._plan.advice import CLIFF, advise
-from oomguard._search.lengths import padded_share, padded_tokens
+from oomguard._plan.advice import CLIFF, advise, in_flags
+from oomguard._plan.buckets import padded_share, padded_tokens
 from oomguard._spec.candidate import KNOBS, Candidate
 from oomguard._spec.spec import Spec
 
@@ -181,3 +182,13 @@ def test_a_line_does_not_change_what_was_asked() -> None:
     found = oomguard.estimate(spec, budget_bytes=GIB)
     advise(spec, found, find_target("cpu"))
     assert found.candidate == Candidate(microbatch=32)
+
+
+def test_settings_are_told_as_the_command_line_takes_them() -> None:
+    assert in_flags(microbatch=8, layer_norm=True, batch_first=False) == "--microbatch 8 --layer-norm no --batch-first"
+
+
+def test_without_a_budget_segments_come_first() -> None:
+    spec = Spec(cell="lstm", seq=10_000)
+    first = advise(spec, estimate_step(spec, Candidate(microbatch=32)), find_target("cpu"))[0]
+    assert first.startswith("--segments 108, the same gradient for one more forward pass:")

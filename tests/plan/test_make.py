@@ -14,13 +14,14 @@ from oomguard._core.units import GIB, MIB
 from oomguard._estimate.breakdown import estimate_step
 from oomguard._estimate.target import CPU
 from oomguard._plan import make as made
+from oomguard._plan.buckets import Bucket, make_buckets
 from oomguard._plan.make import make_fallbacks
 from oomguard._plan.store import decode_plan
 from oomguard._plan.value import Plan, Point, figures
 from oomguard._predict.calibration import Calibration
 from oomguard._probe.record import Record
 from oomguard._probe.verdict import Verdict
-from oomguard._search.lengths import Bucket, make_buckets, with_steps
+from oomguard._search.lengths import with_steps
 from oomguard._search.screen import SETTING, screen
 from oomguard._spec.candidate import check_candidate, make_candidate
 from oomguard._spec.spec import Spec

@@ -14,7 +14,7 @@ from oomguard._core.errors import MisuseError
 from oomguard._core.units import GIB, format_seconds
 from oomguard._estimate.breakdown import estimate_step
 from oomguard._predict.fit import pareto_front
-from oomguard._report.curve import Curve, Mark, Series
+from oomguard._report.curve import Curve, Mark, Series, memory_axis, pieces_phrase
 from oomguard._report.curves import MAKERS, curves_of
 from oomguard._report.curves_fit import front, longest_steps, predict_ways, region, rounded_down
 from oomguard._report.curves_memory import (
@@ -26,6 +26,7 @@ from oomguard._report.curves_memory import (
     segments_sweep,
     timeline,
 )
+from oomguard._spec.candidate import Candidate
 from oomguard._spec.spec import Spec
 
 each_subject = pytest.mark.parametrize("about", EVERY)
@@ -101,7 +102,7 @@ def test_titles_and_questions_of_a_small_model_on_a_card() -> None:
     made = {one.name: one for one in curves_of(subject(seq=1000, budget="1GiB", device="t4"))}
     assert {name: made[name].title for name in ("region", "microbatch", "terms")} == {
         "region": "1,000 steps fit with segments and the whole batch in one pass",
-        "microbatch": "Microbatches of up to 26 fit",
+        "microbatch": "Microbatches of up to 18 fit",
         "terms": "Activations take 39% of the peak",
     }
     assert made["front"].question == "How much memory does speed need?"
@@ -111,7 +112,7 @@ def test_titles_and_questions_of_a_small_model_on_a_card() -> None:
     found = segments_sweep(about)
     assert found.segments[:5].tolist() == [1, 2, 3, 4, 5]
     assert found.segments[knee_row(found)] == 13
-    assert largest_microbatch(about, "fp32") == 26
+    assert largest_microbatch(about, "fp32") == 18
     assert predict_ways(about, about.spec, 32, segments=False).fits.tolist() == [False]
     assert predict_ways(about, about.spec, 32, segments=True).fits.any()
 
@@ -323,3 +324,26 @@ def test_a_series_has_a_figure_for_every_point() -> None:
         Series(name="odd", x=(1.0, 2.0), y=(1.0,))
     with pytest.raises(AssertionError, match="odd"):
         Series(name="odd", x=(1.0, 2.0), y=(1.0, 2.0), tips=("one",))
+
+
+@pytest.mark.parametrize(("budget", "base"), [(6, 0), (80, 10), (1, 10)])
+def test_the_axis_of_memory_is_logarithmic_if_the_budget_is_far_away(budget: float, base: int) -> None:
+    assert memory_axis("Peak", [1, 7], budget).base == base
+
+
+@pytest.mark.parametrize(
+    ("knobs", "phrase"),
+    [
+        ({}, ""),
+        ({"segments": 1024}, " with 1,024 segments"),
+        ({"segments": 4, "recompute": False}, " with 4 segments without recomputation"),
+        ({"window": 50}, " with a window of 50 steps"),
+    ],
+)
+def test_a_question_says_how_the_sequence_is_cut(knobs: dict[str, Any], phrase: str) -> None:
+    assert pieces_phrase(Candidate(microbatch=1, **knobs)) == phrase
+
+
+@pytest.mark.parametrize(("steps", "text"), [(661_852, "661,000"), (42, "42")])
+def test_a_length_is_told_to_three_digits_and_rounded_down(steps: int, text: str) -> None:
+    assert rounded_down(steps) == text

@@ -158,7 +158,7 @@ def test_bars_are_as_long_as_their_sizes(page: Page) -> None:
     ours, theirs = (bar["width"] / track["width"] for bar, track in boxes if bar and track)
     budget = 1 / 2.5  # plain PyTorch is cut off there
     assert ours == pytest.approx(budget * PLAN.peak_bytes / PLAN.budget_bytes, rel=0.01)
-    assert theirs > 0.8
+    assert theirs > 0.6
     assert page.locator(".bar.over.cut").count() == 1
 
 
@@ -194,7 +194,7 @@ def test_pointing_at_a_curve_shows_its_values(page: Page) -> None:
     ("curve", "start", "words"),
     [
         ("region", "microbatch 32:", r"microbatch 32: up to [\d,]+ steps with(?:out)? segments"),
-        ("segments", "19 segments:", r"19 segments: [\d.]+ (?:s|[MG]iB)"),
+        ("segments", "23 segments:", r"23 segments: [\d.]+ (?:s|[MG]iB)"),
         ("terms", "4,1", r"4,1\d\d steps: [a-z ]+ [\d.]+ [KMG]iB"),
         ("front", "the plan", r"the plan"),
     ],

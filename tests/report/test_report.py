@@ -14,7 +14,7 @@ from oomguard._device import Device, limits
 from oomguard._device.find import present_devices
 from oomguard._estimate.breakdown import Estimate
 from oomguard._estimate.moments import TERMS
-from oomguard._report.estimate import WORDS, devices_json, show_devices, show_estimate, title, to_json
+from oomguard._report.estimate import WORDS, _bar, _pair, devices_json, show_devices, show_estimate, title, to_json
 from oomguard._report.words import peak_words
 from oomguard._spec.spec import Spec
 
@@ -198,3 +198,12 @@ def test_the_json_of_a_card_has_what_it_has_and_who_holds_it(devices: list[Devic
     found = json.loads(json.dumps(devices_json(devices, None)))["devices"][1]
     assert (found["free_bytes"], found["compute_capability"]) == (10 * GIB, [8, 0])
     assert found["others"] == [{"pid": 4711, "name": None, "used_bytes": 3 * GIB}]
+
+
+@pytest.mark.parametrize(("width", "bar"), [(2.6, "██▌"), (0.1, "")])
+def test_a_bar_is_drawn_to_half_a_character(width: float, bar: str) -> None:
+    assert _bar(width) == bar
+
+
+def test_a_measured_term_is_shown_with_the_error_of_its_estimate() -> None:
+    assert _pair("weights", 1100, 1000) == ("weights", "1.07 KiB", "1000 B", "+10.0%")

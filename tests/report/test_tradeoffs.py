@@ -19,6 +19,7 @@ from oomguard._predict.fit import pareto_front
 from oomguard._probe.record import RECORDS, Ledger, Record
 from oomguard._probe.verdict import Verdict
 from oomguard._report.subject import front_of
+from oomguard._report.tradeoffs import default_curve, values_words
 from oomguard._spec.candidate import KNOBS, Candidate
 from oomguard._spec.spec import Spec
 
@@ -231,3 +232,29 @@ def test_other_kinds_of_records_are_not_records() -> None:
     with pytest.raises(MisuseError, match="a plan, a ledger or records"):
         oomguard.tradeoffs(cell="lstm", seq=10, measured=[plan().record, "record"])
     assert isinstance(plan().record, Record)
+
+
+@pytest.mark.parametrize(
+    ("over", "curve"),
+    [
+        (["microbatch"], "microbatch"),
+        (["seq", "microbatch"], "region"),
+        (["segments", "precision"], "segments"),
+        ([], "front"),
+    ],
+)
+def test_the_curve_that_is_drawn_shows_most_of_what_varies(over: list[str], curve: str) -> None:
+    assert default_curve(over) == curve
+
+
+@pytest.mark.parametrize(
+    ("values", "words"), [([512, 1024], "512 to 1,024"), ([7], "7"), (["adam", "sgd"], "adam or sgd")]
+)
+def test_values_that_vary_are_told_in_a_few_words(values: list[Any], words: str) -> None:
+    assert values_words(values) == words
+
+
+def test_a_table_has_a_row_for_each_value() -> None:
+    table = oomguard.tradeoffs(cell="lstm", seq=1000, budget="1GiB", over={"microbatch": [8, 32]})
+    rows = table[["microbatch", "accumulation", "fits"]].values.tolist()
+    assert rows == [[8, 4, True], [32, 1, False]]

@@ -12,8 +12,7 @@ from oomguard._estimate.target import CPU, Target
 from oomguard._predict import speed
 from oomguard._probe.record import Record, torch_version
 from oomguard._probe.verdict import Verdict
-from oomguard._search.approach import Probe, State
-from oomguard._search.propose import propose
+from oomguard._search.propose import Probe, State, propose
 from oomguard._search.screen import CandidateTable
 from oomguard._search.space import Choices, Problem, make_space
 from oomguard._spec.candidate import Candidate
@@ -22,14 +21,30 @@ from oomguard._spec.spec import Spec
 TITLE = "a machine of formulas"
 
 
+def features(spec: Spec, knobs: Any, engine: Any, *, cuda: bool) -> dict[str, Any]:
+    """What makes a candidate faster or slower than the guess."""
+    block = (
+        np.asarray(knobs.microbatch) * 16 * spec.hidden * np.where(engine == "native", 1, speed.piece_of(spec, knobs))
+    )
+    return {
+        "all": 1.0,
+        "native": np.asarray(engine) == "native",
+        "faults": np.asarray(False) if cuda else speed.faults(spec, knobs, engine),
+        "threads": np.log2(speed.filled(knobs.threads, 1).astype(float)),
+        "rows": np.log2(knobs.microbatch) - 4,
+        "pieces": np.greater(knobs.segments, 1),
+        "cold": np.asarray(not cuda) & (block >= 32 * MIB),
+    }
+
+
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """What is true of it."""
 
     ratio: float = 1.0
     """Of the real peak without the runtime to the estimate."""
-    effects: dict[int, float] = field(default_factory=dict)
-    """Of the real time to the guess: the logarithm of each effect, by its number in `speed.EFFECTS`."""
+    effects: dict[str, float] = field(default_factory=dict)
+    """Of the real time to the guess: the logarithm of each effect, by its name in `features`."""
     target: Target = CPU
 
     def peak_bytes(self, spec: Spec, candidate: Candidate) -> int:
@@ -39,8 +54,8 @@ class Machine:
 
     def pass_seconds(self, spec: Spec, candidate: Candidate) -> float:
         engine = estimate_step(spec, candidate, self.target).engine
-        columns = speed.features(spec, candidate, engine, cuda=self.target.cuda)[0]
-        effect = sum(value * columns[index] for index, value in self.effects.items())
+        columns = features(spec, candidate, engine, cuda=self.target.cuda)
+        effect = sum(value * np.atleast_1d(columns[name])[0] for name, value in self.effects.items())
         each = np.atleast_1d(speed.guess(spec, candidate, engine, cuda=self.target.cuda))[0] * np.exp(effect)
         return float(each) * spec.steps * candidate.microbatch
 
@@ -49,8 +64,8 @@ class Machine:
         found, spec = view.estimate, view.spec
         known = sum(np.asarray(found.terms[name]) for name in ("runtime", "weights", "optimizer", "input"))
         peaks = known + self.ratio * (found.total_bytes - known)
-        columns = speed.features(spec, view.candidates, found.engine, cuda=self.target.cuda)
-        effect = sum(value * columns[:, index] for index, value in self.effects.items())
+        columns = features(spec, view.candidates, found.engine, cuda=self.target.cuda)
+        effect = sum(value * columns[name] for name, value in self.effects.items())
         each = speed.guess(spec, view.candidates, found.engine, cuda=self.target.cuda) * np.exp(effect)
         return float(np.where(peaks <= budget_bytes, each, np.inf).min()) * spec.steps * spec.batch
 
@@ -110,15 +125,23 @@ def make_problem(spec: Spec, budget_bytes: int, **more: Any) -> Problem:
     return Problem(spec=spec, target=CPU, space=space, budget_bytes=budget_bytes, **more)
 
 
-def solve(machine: Machine, problem: Problem, records: list[Record] | None = None, most: int = 60) -> list[Record]:
-    """All records of a search, those of an earlier one first."""
+def solve(
+    machine: Machine, problem: Problem, records: list[Record] | None = None, most: int = 60, seconds: float = 100
+) -> list[Record]:
+    """All records of a search of so many seconds, those of an earlier one first."""
     found = [*(records or [])]
     for _ in range(most):
-        probe = propose(State(problem=problem, records=found))
+        left = max(5.0, seconds - sum(map(_seconds, found)))
+        probe = propose(State(problem=problem, records=found, left=left))
         if probe is None:
             return found
         found.append(machine.probe(probe, problem.budget_bytes))
     raise AssertionError(f"no end after {most} probes")
+
+
+def _seconds(record: Record) -> float:
+    """The seconds of a probe on a real machine."""
+    return max(1.5, 2 * (record.seconds_per_pass or 0.0)) + 3.0 * (record.spec.steps > 0)
 
 
 def find(table: CandidateTable, candidate: Candidate) -> int | None:

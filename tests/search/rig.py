@@ -11,10 +11,11 @@ import pytest
 from search.machine import TITLE, Machine
 
 from oomguard._core.units import GIB
+from oomguard._probe.cache import Cache
 from oomguard._probe.record import Ledger, Record
 from oomguard._probe.runner import Free
 from oomguard._search import run
-from oomguard._search.run import Cache, Limits, Search
+from oomguard._search.run import Limits, Search
 from oomguard._search.space import Problem
 from oomguard._search.study import TrialStore
 from oomguard._spec.candidate import Candidate
@@ -85,5 +86,5 @@ def make_search(problem: Problem, storage: str | None = None, **more: Any) -> Se
     limits = Limits(**{name: more.pop(name) for name in ("max_probes", "seconds") if name in more})
     ledger: Ledger | None = more.pop("ledger", None)
     cache: Cache = more.pop("cache", Cache(None, TITLE))
-    trials = more.pop("trials", None) or TrialStore("a study", problem.maximize, storage)
+    trials = more.pop("trials", None) or TrialStore("a study", problem, storage)
     return Search(problem=problem, trials=trials, ledger=ledger, cache=cache, limits=limits, **more)

@@ -15,9 +15,10 @@ from search.rig import Rig, make_search
 from oomguard._core.units import GIB
 from oomguard._estimate.target import CPU
 from oomguard._predict.calibration import is_stale
+from oomguard._probe.cache import MOST_RECORDS, Cache, user_directory
 from oomguard._probe.record import Record
 from oomguard._search import run as module
-from oomguard._search.run import MOST_RECORDS, Cache, current, user_directory
+from oomguard._search.run import current
 from oomguard._spec.candidate import make_candidate
 from oomguard._spec.spec import Spec
 
@@ -158,7 +159,7 @@ def test_what_did_not_run_makes_nothing_stale() -> None:
     assert not is_stale([record_of()], Machine().run(LSTM, make_candidate(LSTM), 1), CPU)
 
 
-@pytest.mark.parametrize("wrong", [Machine(ratio=0.5), Machine(effects={0: -2.5})], ids=["smaller", "faster"])
+@pytest.mark.parametrize("wrong", [Machine(ratio=0.5), Machine(effects={"all": -2.5})], ids=["smaller", "faster"])
 def test_a_search_drops_what_its_records_contradict_and_keeps_them_instead(
     kept: Cache, wrong: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,5 @@
 """Whole searches on a CUDA card, whichever is there."""
 
-from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +9,6 @@ import oomguard
 from oomguard._core.units import GIB, MIB
 from oomguard._device import open_device
 from oomguard._probe.verdict import Verdict
-from oomguard._search.propose import TURNS
 from oomguard._search.run import Progress
 from oomguard._spec.spec import Spec
 
@@ -63,12 +61,10 @@ def test_what_a_neighbour_takes_in_the_middle_of_a_search_costs_nothing_but_room
 
 
 @two_cards
-def test_two_cards_search_together_and_run_only_the_fastest_again() -> None:
+def test_two_cards_search_together() -> None:
     plan = oomguard.find_feasible_config(LSTM, device="cuda:0,cuda:1", budget=3 * GIB)
     assert plan.ooms == 0
     assert {one.device for one in plan.records} == {"cuda:0", "cuda:1"}
-    turns = Counter((one.spec, one.candidate) for one in plan.records)
-    assert all(count == 1 or (spec == LSTM and count <= TURNS) for (spec, _), count in turns.items())
     assert plan.peak_bytes <= 3 * GIB
 
 

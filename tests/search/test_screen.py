@@ -10,7 +10,7 @@ from search.machine import Machine, find, make_problem, replace, solve
 from oomguard._core.units import GIB, MIB
 from oomguard._estimate import cards
 from oomguard._estimate.target import on_card
-from oomguard._predict.speed import QUIET
+from oomguard._predict.speed import USUAL_NOISE
 from oomguard._probe.record import Record
 from oomguard._probe.verdict import Verdict
 from oomguard._search.lengths import shorten
@@ -75,7 +75,6 @@ def test_without_records_the_screen_is_the_estimate_and_nothing_has_run() -> Non
     view = screen(PROBLEM, [])
     assert (view.expected.peak_bytes >= view.estimate.total_bytes).all()
     assert (view.longest == 0).all()
-    assert np.isnan(view.seconds).all()
 
 
 def test_a_larger_budget_lets_all_fit_that_fitted_before() -> None:
@@ -129,7 +128,7 @@ def test_a_record_of_shorter_sequences_tells_the_time_and_not_the_peak() -> None
     assert view.longest[row] == 500
     assert view.expected.peak_bytes[row] == view.prediction.peak_bytes[row]
     assert record.seconds_per_pass is not None
-    assert view.seconds[row] == pytest.approx(4 * 4 * record.seconds_per_pass, rel=0.05)
+    assert view.expected.seconds_per_step[row] == pytest.approx(4 * 4 * record.seconds_per_pass, rel=0.1)
 
 
 def test_the_longest_of_several_records_has_the_last_word() -> None:
@@ -140,7 +139,7 @@ def test_the_longest_of_several_records_has_the_last_word() -> None:
     view = screen(PROBLEM, records)
     row = find(view, candidate)
     assert row is not None
-    assert view.seconds[row] == pytest.approx(12.0, rel=QUIET)
+    assert view.expected.seconds_per_step[row] == pytest.approx(12.0, rel=USUAL_NOISE)
     assert record_of(records, view, row) == whole
 
 
@@ -151,7 +150,7 @@ def test_a_record_of_longer_sequences_does_not_displace_that_of_the_asked_length
         view = screen(PROBLEM, records)
         row = find(view, candidate)
         assert row is not None
-        assert view.seconds[row] == pytest.approx(12.0, rel=QUIET)
+        assert view.expected.seconds_per_step[row] == pytest.approx(12.0, rel=USUAL_NOISE)
         assert view.longest[row] == 3000
         assert record_of(records, view, row) == own
 
@@ -162,7 +161,7 @@ def test_a_record_of_longer_sequences_tells_the_time_if_there_is_no_other() -> N
     view = screen(PROBLEM, [record])
     row = find(view, candidate)
     assert row is not None
-    assert view.seconds[row] == pytest.approx(8.0, rel=QUIET)
+    assert view.expected.seconds_per_step[row] == pytest.approx(8.0, rel=0.1)
     assert record_of([record], view, row) == record
 
 
@@ -174,7 +173,7 @@ def test_of_several_turns_the_middle_one_tells_the_time_and_the_highest_the_peak
     view = screen(PROBLEM, records)
     row = find(view, candidate)
     assert row is not None
-    assert view.seconds[row] == pytest.approx(4 * 3.1, rel=QUIET)
+    assert view.expected.seconds_per_step[row] == pytest.approx(4 * 3.1, rel=USUAL_NOISE)
     assert view.expected.peak_bytes[row] == 560 * MIB
     assert record_of(records, view, row) == records[1]
 
@@ -187,7 +186,7 @@ def test_one_lucky_moment_moves_a_time_by_no_more_than_its_passes_differ() -> No
     times = []
     for first in (usual[0], msgspec.structs.replace(usual[0], **lucky)):
         view = screen(PROBLEM, [first, *usual[1:]])
-        times.append(view.seconds[find(view, candidate)])
+        times.append(view.expected.seconds_per_step[find(view, candidate)])
     assert 0.82 * times[0] < times[1] < 0.97 * times[0]
 
 
@@ -290,7 +289,6 @@ def test_what_ran_of_another_model_changes_predictions_alone() -> None:
     records = [ran(knobs(segments=4), other), ran(knobs(segments=1), other)]
     view = screen(PROBLEM, records)
     assert (view.longest == 0).all()
-    assert np.isnan(view.seconds).all()
     assert (view.expected.peak_bytes == view.prediction.peak_bytes).all()
     assert (view.fits == (view.estimate.runs & (view.prediction.safe_bytes <= 700 * MIB))).all()
 

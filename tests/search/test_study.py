@@ -5,13 +5,14 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from optuna.trial import TrialState
+from optuna.trial import Trial, TrialState
 from search.machine import Machine, make_problem
 from strategies import attempt, has_three_beats
 
@@ -20,8 +21,7 @@ from oomguard._core.errors import MisuseError
 from oomguard._core.units import GIB
 from oomguard._probe.record import Record
 from oomguard._probe.verdict import Verdict
-from oomguard._search.approach import Probe, State
-from oomguard._search.propose import propose
+from oomguard._search.propose import Probe, State, propose
 from oomguard._search.study import GRACE_SECONDS, TrialStore, storage_in
 from oomguard._spec.candidate import Candidate, make_candidate
 from oomguard._spec.spec import Spec
@@ -39,6 +39,27 @@ def run(probe: Probe, budget_bytes: int = GIB) -> Record:
     return Machine().probe(probe, budget_bytes)
 
 
+def store(name: str, *aims: str, storage: str | None = None, spec: Spec = GRU) -> TrialStore:
+    return TrialStore(name, make_problem(spec, GIB, maximize=aims), storage)
+
+
+def begin(trials: TrialStore, probe: Probe, seconds: float = 10) -> Trial:
+    """Begin the trial of a probe as a search does."""
+    trials.sampler.decided[threading.get_ident()] = probe
+    trial = trials.study.ask()
+    trials.mark(trial, trials.sampler.suggest(trial), seconds)
+    return trial
+
+
+def end(trials: TrialStore, trial: Trial, record: Record) -> None:
+    """End it as `study.optimize` does."""
+    values = trials.sampler.report(trial, record)
+    if record.verdict.ran:
+        trials.study.tell(trial, values)
+    else:
+        trials.study.tell(trial, state=TrialState.FAIL)
+
+
 @pytest.fixture
 def storage(tmp_path: Path) -> str:
     return storage_in(tmp_path)
@@ -48,17 +69,17 @@ def storage(tmp_path: Path) -> str:
 
 
 def test_a_probe_is_a_trial_with_its_knobs_and_its_length() -> None:
-    trials, probe = TrialStore("a", ("throughput",)), make_probe(segments=5, allocator="system")
-    trials.end(trials.begin(probe, 10), GRU, run(probe))
+    trials, probe = store("a", "throughput"), make_probe(segments=5, allocator="system")
+    end(trials, begin(trials, probe), run(probe))
     (trial,) = trials.study.trials
     knobs = {name: value for name, value in msgspec.structs.asdict(probe.candidate).items() if value is not None}
     assert trial.params == knobs | {"seq": 100}
 
 
 def test_a_trial_is_worth_sequences_of_the_asked_length_per_second() -> None:
-    trials, probe = TrialStore("a", ("throughput",)), make_probe()
+    trials, probe = store("a", "throughput"), make_probe()
     record = run(probe)
-    trials.end(trials.begin(probe, 10), GRU, record)
+    end(trials, begin(trials, probe), record)
     (trial,) = trials.study.trials
     assert record.seconds_per_step is not None
     assert trial.state is TrialState.COMPLETE
@@ -66,8 +87,8 @@ def test_a_trial_is_worth_sequences_of_the_asked_length_per_second() -> None:
 
 
 def test_every_aim_has_its_value_and_its_name() -> None:
-    trials, probe = TrialStore("a", ("microbatch", "seq")), make_probe()
-    trials.end(trials.begin(probe, 10), GRU, run(probe))
+    trials, probe = store("a", "microbatch", "seq"), make_probe()
+    end(trials, begin(trials, probe), run(probe))
     assert trials.study.trials[0].values == [4.0, 100.0]
     assert trials.study.metric_names == ["microbatch", "seq"]
     assert len(trials.study.best_trials) == 1
@@ -75,54 +96,54 @@ def test_every_aim_has_its_value_and_its_name() -> None:
 
 @pytest.mark.parametrize(("budget_bytes", "verdict"), [(GIB, Verdict.FITS), (1000, Verdict.OVER)])
 def test_the_constraint_is_what_the_peak_exceeds_the_budget_by(budget_bytes: int, verdict: Verdict) -> None:
-    trials, probe = TrialStore("a", ("throughput",)), make_probe()
+    trials, probe = store("a", "throughput"), make_probe()
     record = msgspec.structs.replace(run(probe), budget_bytes=budget_bytes, verdict=verdict)
-    trials.end(trials.begin(probe, 10), GRU, record)
+    end(trials, begin(trials, probe), record)
     assert record.peak_bytes is not None
     assert trials.study.trials[0].constraints == {"excess_bytes": float(record.peak_bytes - budget_bytes)}
 
 
 def test_the_record_is_read_back_as_it_was() -> None:
-    trials, probe = TrialStore("a", ("throughput",)), make_probe()
+    trials, probe = store("a", "throughput"), make_probe()
     record = run(probe)
-    trials.end(trials.begin(probe, 10), GRU, record)
+    end(trials, begin(trials, probe), record)
     assert trials.records() == [record]
     assert trials.study.trials[0].user_attrs["verdict"] == "FITS"
 
 
 def test_what_measured_nothing_is_a_failed_trial_with_its_record() -> None:
-    trials, probe = TrialStore("a", ("throughput",)), make_probe()
+    trials, probe = store("a", "throughput"), make_probe()
     record = run(probe, 1)
-    trials.end(trials.begin(probe, 10), GRU, record)
+    end(trials, begin(trials, probe), record)
     assert record.verdict is Verdict.OOM
     assert trials.study.trials[0].state is TrialState.FAIL
     assert trials.records() == [record]
 
 
 def test_a_probe_is_pending_until_it_ends() -> None:
-    trials, probe = TrialStore("a", ("throughput",)), make_probe()
-    trial = trials.begin(probe, 10)
+    trials, probe = store("a", "throughput"), make_probe()
+    trial = begin(trials, probe)
     assert trials.pending() == [probe]
-    trials.end(trial, GRU, run(probe))
+    end(trials, trial, run(probe))
     assert trials.pending() == []
 
 
 def test_a_probe_that_was_interrupted_failed_and_has_no_record() -> None:
-    trials = TrialStore("a", ("throughput",))
-    trials.drop(trials.begin(make_probe(), 10))
+    trials = store("a", "throughput")
+    trials.drop(begin(trials, make_probe()))
     assert [one.state for one in trials.study.trials] == [TrialState.FAIL]
     assert (trials.pending(), trials.records()) == ([], [])
 
 
 def test_every_candidate_of_a_space_can_be_a_trial() -> None:
-    trials = TrialStore("a", ("throughput",))
+    trials = store("a", "throughput")
     for knobs in (
         {"microbatch": 16, "segments": 100},
         {"microbatch": 1, "window": 7, "precision": "fp16"},
         {"segments": 8, "recompute": False, "keep": "host", "offload": True, "update": "loop"},
         {"segments": 8, "levels": 3, "engine": "native", "state_8bit": True, "threads": None},
     ):
-        trials.begin(make_probe(**knobs), 10)
+        begin(trials, make_probe(**knobs))
     assert [trial.params["microbatch"] for trial in trials.study.trials] == [16, 1, 4, 4]
 
 
@@ -136,14 +157,14 @@ def test_a_batch_of_one_can_be_a_trial() -> None:
         peak_bytes=1,
         seconds_per_pass=0.1,
     )
-    trials = TrialStore("a", ("throughput",))
-    trials.end(trials.begin(probe, 10), spec, run(probe))
+    trials = store("a", "throughput")
+    end(trials, begin(trials, probe), run(probe))
     assert trials.study.trials[0].params["seq"] == 1
 
 
 def test_the_first_value_that_is_noted_stays(storage: str) -> None:
-    assert TrialStore("a", ("throughput",), storage).note("budget_bytes", 5) == 5
-    assert TrialStore("a", ("throughput",), storage).note("budget_bytes", 7) == 5
+    assert store("a", "throughput", storage=storage).note("budget_bytes", 5) == 5
+    assert store("a", "throughput", storage=storage).note("budget_bytes", 7) == 5
 
 
 # a storage
@@ -155,59 +176,60 @@ def test_the_first_value_that_is_noted_stays(storage: str) -> None:
 )
 def test_a_storage_that_cannot_be_opened_is_told_without_its_password(url: str) -> None:
     with pytest.raises(MisuseError, match=r"nosuch://.*nowhere") as caught:
-        TrialStore("a", ("throughput",), url)
+        store("a", "throughput", storage=url)
     assert "s3c" not in str(caught.value)
 
 
 def test_two_workers_see_each_others_records_and_probes(storage: str) -> None:
-    here, there = (TrialStore("a", ("throughput",), storage) for _ in range(2))
+    here, there = (store("a", "throughput", storage=storage) for _ in range(2))
     first, second = make_probe(), make_probe(microbatch=8)
     record = run(first)
-    here.end(here.begin(first, 10), GRU, record)
-    here.begin(second, 10)
+    end(here, begin(here, first), record)
+    begin(here, second)
     assert there.records() == [record]
     assert there.pending() == [second]
 
 
 def test_two_questions_in_one_storage_do_not_meet(storage: str) -> None:
-    one, other = (TrialStore(name, ("throughput",), storage) for name in ("one", "other"))
-    one.begin(make_probe(), 10)
+    one, other = (store(name, "throughput", storage=storage) for name in ("one", "other"))
+    begin(one, make_probe())
     assert other.pending() == []
 
 
 def test_what_a_worker_does_next_takes_in_what_the_other_is_doing(storage: str) -> None:
     problem = make_problem(Spec(cell="lstm", seq=10_000), 20 * GIB)
-    here, there = (TrialStore("a", ("throughput",), storage) for _ in range(2))
+    here, there = (store("a", "throughput", storage=storage) for _ in range(2))
     first = propose(State(problem=problem, records=[]))
     assert first is not None
-    here.end(here.begin(first, 10), problem.spec, run(first, problem.budget_bytes))
+    end(here, begin(here, first), run(first, problem.budget_bytes))
     second = propose(State(problem=problem, records=here.records(), pending=here.pending()))
     assert second is not None
-    here.begin(second, 10)
+    begin(here, second)
     third = propose(State(problem=problem, records=there.records(), pending=there.pending()))
     assert third is None or not third.is_of(second)
 
 
 BEGIN = """
 import os, sys, msgspec
-from oomguard._search.study import TrialStore
-from oomguard._search.approach import Probe
-TrialStore("a", ("throughput",), sys.argv[1]).begin(msgspec.json.decode(sys.argv[2], type=Probe), 1e6)
+from search.test_study import begin, store
+from oomguard._search.propose import Probe
+begin(store("a", "throughput", storage=sys.argv[1]), msgspec.json.decode(sys.argv[2], type=Probe), 1e6)
 os._exit(9)
 """
 
 
 def test_a_trial_of_a_process_that_was_killed_has_failed_when_the_study_is_opened_again(storage: str) -> None:
     words = [sys.executable, "-c", BEGIN, storage, msgspec.json.encode(make_probe()).decode()]
-    assert subprocess.run(words, check=False, timeout=60).returncode == 9
-    trials = TrialStore("a", ("throughput",), storage)
+    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run(words, check=False, timeout=60, env=paths).returncode == 9
+    trials = store("a", "throughput", storage=storage)
     assert [trial.state for trial in trials.study.trials] == [TrialState.FAIL]
     assert trials.pending() == []
 
 
 def test_a_trial_of_a_process_that_lives_is_left(storage: str) -> None:
-    TrialStore("a", ("throughput",), storage).begin(make_probe(), -1e6)
-    assert TrialStore("a", ("throughput",), storage).pending() == [make_probe()]
+    begin(store("a", "throughput", storage=storage), make_probe(), -1e6)
+    assert store("a", "throughput", storage=storage).pending() == [make_probe()]
 
 
 @pytest.mark.parametrize(
@@ -222,8 +244,8 @@ def test_a_trial_of_a_process_that_lives_is_left(storage: str) -> None:
     ids=["number taken again", "no such process", "elsewhere", "elsewhere, a little late", "elsewhere, far too late"],
 )
 def test_who_has_died_and_who_may_still_live(owner: str, until: float, dead: bool) -> None:
-    trials = TrialStore("a", ("throughput",))
-    trial = trials.begin(make_probe(), 10)
+    trials = store("a", "throughput")
+    trial = begin(trials, make_probe())
     trial.set_user_attr("owner", owner)
     trial.set_user_attr("until", time.time() + until)
     trials.recover()
@@ -235,7 +257,7 @@ def test_who_has_died_and_who_may_still_live(owner: str, until: float, dead: boo
 )
 def test_a_storage_that_cannot_be_opened_is_a_misuse(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    error = attempt(lambda: TrialStore("a", ("throughput",), url) and None)
+    error = attempt(lambda: store("a", "throughput", storage=url) and None)
     if url == "sqlite:///":  # a database in memory: nobody else sees it, but it works
         assert error is None
         return
@@ -246,7 +268,7 @@ def test_a_storage_that_cannot_be_opened_is_a_misuse(url: str, tmp_path: Path, m
 
 def test_a_storage_that_is_no_database_is_a_misuse(tmp_path: Path) -> None:
     (tmp_path / "study.db").write_bytes(b"not a database" * 100)
-    assert has_three_beats(attempt(lambda: TrialStore("a", ("throughput",), storage_in(tmp_path)) and None))
+    assert has_three_beats(attempt(lambda: store("a", "throughput", storage=storage_in(tmp_path)) and None))
 
 
 # imports
@@ -260,7 +282,7 @@ def test_no_other_file_imports_optuna() -> None:
             names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             found |= {path.relative_to(root).as_posix() for name in names if name.split(".")[0] == "optuna"}
-    assert found == {"_search/study.py"}
+    assert found == {"_search/study.py", "_search/sampler.py", "_search/run.py"}
 
 
 def test_a_plan_by_arithmetic_does_not_wait_for_optuna() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from strategies import UNPRINTABLE, attempt, candidates, garbage_for, has_three_beats, specs
 
 from oomguard._core.errors import MisuseError
-from oomguard._spec.candidate import KNOBS, OLD_NAMES, Candidate, Candidates, make_candidate
+from oomguard._spec.candidate import KNOBS, OLD_NAMES, Candidate, Candidates, is_none, make_candidate, serve
 from oomguard._spec.spec import Spec
 
 FIELDS = Candidate.__struct_fields__
@@ -165,3 +165,14 @@ def test_an_allocator_of_version_0_1_is_read_and_has_its_present_name(old: Any, 
 
 def test_old_names_of_allocators_are_not_offered() -> None:
     assert KNOBS["allocator"].field.choices == ("system", "tight", "fast", "expandable")
+
+
+def test_candidates_get_the_accumulation_that_each_microbatch_needs() -> None:
+    spec = Spec(cell="gru", seq=100, batch=32)
+    assert make_candidate(spec, microbatch=7).accumulation == 5
+    assert serve(spec, Candidates(microbatch=[7, 32])).accumulation.tolist() == [5, 1]
+
+
+@pytest.mark.parametrize(("knob", "none"), [(None, True), (np.array([1, None]), [False, True])])
+def test_a_knob_that_is_none_is_found(knob: Any, none: Any) -> None:
+    assert is_none(knob).tolist() == none

@@ -95,8 +95,8 @@ def test_a_new_knob_is_a_column_of_the_tradeoffs(package: Path) -> None:
 def test_a_new_knob_is_tried_by_the_search_and_is_a_parameter_of_optuna(package: Path) -> None:
     code = """
 from oomguard._estimate.target import CPU
-from oomguard._search.study import _distributions, _params
-from oomguard._search.approach import Probe
+from oomguard._search.sampler import distributions, parameters
+from oomguard._search.propose import Probe
 from oomguard._search.space import Choices, grid, make_space
 from oomguard._spec.candidate import Candidate
 from oomguard._spec.spec import Spec
@@ -105,8 +105,8 @@ tried = grid(spec, make_space(spec, CPU, 1 << 30, Choices()))
 candidate = Candidate(microbatch=4, sparkle="bright", glitter=3)
 probe = Probe(spec=spec, candidate=candidate, role="explore", passes=1, peak_bytes=1, seconds_per_pass=1.0)
 print(sorted({tried[row].sparkle for row in range(len(tried))}))
-print(_params(probe)["sparkle"], _params(probe)["glitter"])
-print(_distributions(probe)["sparkle"].choices, _distributions(probe)["glitter"].high)
+print(parameters(probe)["sparkle"], parameters(probe)["glitter"])
+print(distributions(probe)["sparkle"].choices, distributions(probe)["glitter"].high)
 """
     assert python(package, "-c", code).splitlines() == ["['bright', 'dull']", "bright 3", "('dull', 'bright') 9"]
 

@@ -13,7 +13,7 @@ from strategies import UNPRINTABLE, attempt, garbage, garbage_for, has_three_bea
 
 from oomguard._core.errors import MisuseError
 from oomguard._spec.read import MAX_FILE_BYTES, PRESETS, load_fields, make_spec, preset_fields
-from oomguard._spec.spec import Spec
+from oomguard._spec.spec import Spec, longest_seq
 
 FIELDS = Spec.__struct_fields__
 NAN, INF = float("nan"), float("inf")
@@ -304,3 +304,8 @@ def test_any_bytes_in_a_file_make_a_spec_or_misuse(tmp_path_factory: pytest.Temp
     path.write_bytes(content)
     made = attempt(load_spec, path=path)
     assert isinstance(made, Spec) or has_three_beats(made)
+
+
+@pytest.mark.parametrize(("fields", "most"), [({}, 10**9), ({"hidden": 1 << 16, "batch": 1 << 10}, 1 << 18)])
+def test_the_longest_seq_depends_on_the_other_fields(fields: dict[str, Any], most: int) -> None:
+    assert longest_seq(Spec(cell="gru", seq=1, **fields)) == most

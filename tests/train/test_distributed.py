@@ -191,7 +191,7 @@ plan = plan_of(rungs=((2, 1),), knobs={"update": "fused"}, **fields)
 data = np.zeros((8, 1, 9), dtype=np.float32)
 result = oomguard.train(plan, data, validation=0, normalise="none", run=sys.argv[1])
 estimate = estimate_step(plan.spec, plan.candidate, CPU)
-margin = int(margin_bytes(plan.spec, estimate.growth_bytes, plan.candidate, CPU))
+margin = int(margin_bytes(plan.spec, estimate, CPU))
 print(result.peak_bytes, estimate.total_bytes + margin)
 """
 

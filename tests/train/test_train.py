@@ -35,9 +35,9 @@ from oomguard._estimate.malloc import ENVIRONMENT
 from oomguard._estimate.target import CPU
 from oomguard._guard import ladder
 from oomguard._guard.events import Events
+from oomguard._plan.buckets import Bucket
 from oomguard._rnn import Microbatch, backward, count_targets, evaluate
 from oomguard._rnn.model import Recurrent, build
-from oomguard._search.lengths import Bucket
 from oomguard._spec.candidate import Candidate
 from oomguard._spec.spec import Spec
 from oomguard._train import TrainOptions, learning_rate, loop, start

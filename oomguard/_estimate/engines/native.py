@@ -15,20 +15,16 @@ from oomguard._estimate.malloc import in_heap, mapped_bytes
 class Steps:
     """The memory that one time step leaves behind: blocks as torch 2.13 records its allocations, the rest fitted."""
 
-    states: int
-    """State blocks kept for backward."""
-    gates: int
-    """Gate blocks kept for backward."""
-    holes: int
-    """State blocks that forward frees at once, leaving holes in the heap that only smaller things can use."""
+    states: int  # state blocks kept for backward
+    gates: int  # gate blocks kept for backward
+    holes: int  # state blocks that forward frees at once, leaving holes in the heap that only smaller things can use
     loose_tenths: int
     """Tenths of a state block by which backward raises the heap, since its blocks do not fit the holes."""
     loose_tenths_mapped: int
     """Tenths of a state block if gate blocks are too large for the heap and leave no holes in it."""
     loose_tenths_weights: int
     """Tenths of a state block if the gradient of the recurrent weights lives in the heap too and leaves large holes."""
-    node_bytes: int
-    """Bytes of autograd nodes and tensor objects of a step."""
+    node_bytes: int  # bytes of autograd nodes and tensor objects of a step
 
 
 STEPS = {
@@ -47,8 +43,7 @@ STEPS = {
 }  # fmt: skip
 
 
-OBJECT_BYTES = 400
-"""Bytes of a tensor's own objects at each step without a graph (measured: 350 to 450)."""
+OBJECT_BYTES = 400  # bytes of a tensor's own objects at each step without a graph (measured: 350 to 450)
 
 
 def footprint(call: Call, *, heap: str = "tight") -> Footprint:

@@ -1,10 +1,11 @@
-"""Claim: `oomguard plan --model lstm --seq 10000` takes at most two minutes, both with all free memory as the budget
+"""Claim: `oomguard plan --model lstm --seq 10000` takes at most a minute, both with all free memory as the budget
 and with 700 MiB, in which plain PyTorch does not fit.
 
-    python benchmarks/a_plan_takes_two_minutes.py [--seq T] [--smoke]
+    python benchmarks/a_plan_takes_a_minute.py [--seq T] [--smoke]
 
-The benchmark takes about 5 minutes. It measures the whole command from the start of the process, without calibrations
-from earlier searches. Both the plan and a probe of the plain step must say that the plain step does not fit in 700 MiB.
+The benchmark takes about 3 minutes. The limit is meant for 2 quiet cores. It measures the whole command from the start
+of the process, without calibrations from earlier searches. Both the plan and a probe of the plain step must say that
+the plain step does not fit in 700 MiB.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from oomguard._spec.candidate import make_candidate
 
 SEQ, BUDGET = 10_000, "700MiB"
 SMOKE_SEQ, SMOKE_BUDGET, SMOKE_FLAGS = 200, "420MiB", ("--max-probes", "3", "--threads", "1")
-MAX_SECONDS = 120.0
+MAX_SECONDS = 60.0
 PROGRAM = (sys.executable, "-P", "-m", "oomguard")
 """Runs the oomguard that this process imports, whatever the current directory is."""
 WIDTHS = (14, 9, 7, 12, 12, 14, 10)
@@ -80,7 +81,7 @@ def main() -> None:
         "no probe runs out of memory": not any(row["ooms"] for row in rows),
     }
     result = {"seq": seq, "rows": rows}
-    publish("a_plan_takes_two_minutes", result, claims, whole=seq == SEQ)
+    publish("a_plan_takes_a_minute", result, claims, whole=seq == SEQ)
 
 
 if __name__ == "__main__":

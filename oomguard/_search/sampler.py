@@ -1,0 +1,157 @@
+"""Samplers of Optuna's: oomguard's own, whose proposals follow from the trials so far, and Optuna's for comparison."""
+
+import math
+import threading
+import warnings
+from typing import Any
+
+import msgspec
+import numpy as np
+
+with warnings.catch_warnings():  # in a notebook tqdm, which Optuna imports, warns that it has no widgets
+    warnings.filterwarnings("ignore", message="IProgress not found")
+    from optuna import Study
+    from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+    from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
+    from optuna.trial import FrozenTrial, Trial, TrialState
+
+from oomguard._core.errors import MisuseError
+from oomguard._probe.record import Record
+from oomguard._search.propose import Probe, State, choose, make_probe, propose
+from oomguard._search.screen import CandidateTable, screen
+from oomguard._search.space import Problem
+from oomguard._spec.candidate import KNOBS
+from oomguard._spec.spec import MAX_SEQ, Spec
+
+
+class Sampler(BaseSampler):
+    """Chooses the candidate of every trial by oomguard's rule (propose.py), for any study.
+
+    `suggest` gives the candidate of a trial, `report` stores its record and returns the values of the trial.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.decided = dict[int, Probe]()  # by thread: a worker may decide before its trial begins
+
+    def propose(self, study: Study, **limits: Any) -> Probe | None:
+        """The next probe; None if none is worth it. `limits` are fields of `State`."""
+        known: dict[str, Any] = {"problem": self.problem, "records": records_in(study), "pending": pending_in(study)}
+        return propose(State(**known | limits))
+
+    def suggest(self, trial: Trial) -> Probe:
+        """The candidate of a trial, with the spec to run it with, perhaps of shorter sequences."""
+        for name, distribution in self.infer_relative_search_space(trial.study, trial._cached_frozen_trial).items():
+            trial._suggest(name, distribution)
+        return self.decided.pop(threading.get_ident())
+
+    def report(self, trial: Trial, record: Record) -> list[float]:
+        """Store the record of a trial. Return its values, which are no numbers if it did not run: the trial fails."""
+        trial.set_user_attr("record", msgspec.json.encode(record).decode())
+        trial.set_user_attr("verdict", record.verdict.name)
+        if record.peak_bytes is not None:
+            trial.set_constraint("excess_bytes", float(record.peak_bytes - record.budget_bytes))
+        if record.tokens_per_second is None:
+            return [math.nan] * len(self.problem.maximize)
+        return [_value(aim, self.problem.spec, record) for aim in self.problem.maximize]
+
+    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        """The knobs of the next probe."""
+        thread = threading.get_ident()
+        if thread not in self.decided:
+            probe = self.propose(study)
+            self.decided[thread] = probe if probe is not None else self._best(study)
+        return distributions(self.decided[thread])
+
+    def sample_relative(
+        self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        """Their values."""
+        return parameters(self.decided[threading.get_ident()])
+
+    def sample_independent(
+        self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        """A value of a parameter that is no knob: at random."""
+        return RandomSampler().sample_independent(study, trial, param_name, param_distribution)
+
+    def _best(self, study: Study) -> Probe:
+        """The best candidate known, whole: for a study that goes on though nothing more is to be learned."""
+        state = State(problem=self.problem, records=records_in(study))
+        table = screen(self.problem, state.records)
+        row = choose(table)
+        return make_probe(state, table, table.smallest if row is None else row, "confirm", table.spec.steps)
+
+
+def records_in(study: Study) -> list[Record]:
+    """The records of all trials."""
+    return [msgspec.json.decode(text, type=Record) for text in _attributes(study, "record")]
+
+
+def pending_in(study: Study) -> list[Probe]:
+    """The probes that workers are running."""
+    return [msgspec.json.decode(text, type=Probe) for text in _attributes(study, "probe", TrialState.RUNNING)]
+
+
+def _attributes(study: Study, name: str, *states: TrialState) -> list[Any]:
+    trials = study.get_trials(deepcopy=False, states=states or None)
+    return [trial.user_attrs[name] for trial in trials if name in trial.user_attrs]
+
+
+def _value(aim: str, asked: Spec, record: Record) -> float:
+    """The value of a record: sequences of the asked length per second, the microbatch, or the sequence length."""
+    if aim == "throughput":
+        assert record.seconds_per_step is not None
+        return record.spec.batch / record.seconds_per_step * record.spec.steps / asked.steps
+    return float(record.candidate.microbatch if aim == "microbatch" else record.spec.steps)
+
+
+def parameters(probe: Probe) -> dict[str, Any]:
+    """Every knob that has a value, and the sequence length."""
+    knobs = msgspec.structs.asdict(probe.candidate)
+    return {"seq": probe.spec.steps} | {name: value for name, value in knobs.items() if value is not None}
+
+
+def distributions(probe: Probe) -> dict[str, BaseDistribution]:
+    """The distribution of each parameter of a probe."""
+    ranges: dict[str, BaseDistribution] = {
+        "seq": IntDistribution(1, MAX_SEQ, log=True),
+        "microbatch": IntDistribution(1, max(2, probe.spec.batch), log=True),
+    }
+    for name in parameters(probe).keys() - ranges.keys():
+        field = KNOBS[name].field
+        ranges[name] = (
+            CategoricalDistribution(field.choices or (field.default, not field.default))
+            if field.bounds is None
+            else IntDistribution(*field.bounds, log=field.bounds.low > 0)
+        )
+    return ranges
+
+
+def optuna_sampler(name: str) -> BaseSampler:
+    """One of Optuna's own samplers, for comparison. They take constraints from the trials."""
+    samplers: dict[str, type[BaseSampler]] = {"gp": GPSampler, "tpe": TPESampler, "random": RandomSampler}
+    try:
+        return samplers[name](seed=0)  # type: ignore[call-arg]  # all three have it
+    except ImportError as error:  # GPSampler needs scipy
+        raise MisuseError(rule=f"--sampler {name} needs a package", got=f"got {error}", advice="Install it.") from None
+
+
+def space_of(table: CandidateTable) -> dict[str, BaseDistribution]:
+    """The screened space as parameters of Optuna's own samplers."""
+    ranges: dict[str, BaseDistribution] = {}
+    for name, values in table.candidates.arrays.items():
+        some = [*dict.fromkeys(values[table.eligible].tolist())]
+        if name != "accumulation":
+            whole = values.dtype.kind in "iu"
+            ranges[name] = IntDistribution(min(some), max(some), log=True) if whole else CategoricalDistribution(some)
+    return ranges
+
+
+def nearest_row(table: CandidateTable, params: dict[str, Any]) -> int:
+    """The row with the choices and nearly the numbers of some parameters; of all rows if none has the choices."""
+    away = np.zeros(len(table))
+    for name, value in params.items():
+        values = table.candidates.arrays[name]
+        away += np.abs(np.log2(values / value)) if values.dtype.kind in "iu" else 1e3 * (values != value)
+    return int(np.argmin(away))
