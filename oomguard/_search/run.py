@@ -1,5 +1,6 @@
 """Running a search: one worker per device, within limits. The result is kept, however the search ends."""
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -14,8 +15,8 @@ from oomguard._probe.cache import Cache
 from oomguard._probe.record import Ledger, Record, torch_version
 from oomguard._probe.runner import Free, Runner
 from oomguard._probe.verdict import Verdict
-from oomguard._search.propose import MEASURE_SECONDS, Probe, State, choose, make_probe, short_steps
-from oomguard._search.screen import screen
+from oomguard._search.propose import MEASURE_SECONDS, Probe, State, make_probe, short_steps
+from oomguard._search.screen import CandidateTable, screen
 from oomguard._search.space import Problem
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ PATIENCE = 6.0  # how many times longer than expected a probe may take
 RESERVE = 0.45  # share of the whole time in which one of Optuna's samplers does not explore
 LAST_SECONDS = 4.0  # with no more seconds left than this, no further probe begins
 POLL_SECONDS = 0.2
-DRAWS = 200  # trials of one of Optuna's samplers, with those that are screened out, at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,37 +174,23 @@ class Search:
 
     def _draw(self, runner: Runner) -> None:
         """Explore with one of Optuna's samplers in the screened space, for comparison, from arithmetic's best on."""
-        from oomguard._search.sampler import nearest_row, optuna_sampler, space_of
+        from oomguard._search.sampler import draw
 
-        first = screen(self.problem, ())
-        best, ranges = choose(first), space_of(first) if first.eligible.any() else {}
-
-        def objective(trial: "Trial") -> list[float]:
-            params = {name: trial._suggest(name, some) for name, some in ranges.items()}
-            table = screen(self.problem, self.records)
-            row = nearest_row(table, params)
-            if not table.eligible[row]:
-                trial.set_constraint(
-                    "excess_bytes", float(max(1, table.expected.safe_bytes[row] - self.problem.budget_bytes))
-                )
-                return [self.problem.spec.batch / float(table.expected.seconds_per_step[row])]
+        def measure(row: int, table: CandidateTable) -> float:
             state = State(problem=self.problem, records=self.records)
-            return self._measure(trial, runner, make_probe(state, table, row, "explore", short_steps(table)[row]))
+            probe = make_probe(state, table, row, "explore", int(short_steps(table)[row]))
+            self.trials.sampler.decided[threading.get_ident()] = probe
+            trial = self.trials.study.ask()
+            (value,) = self._measure(trial, runner, self.trials.sampler.suggest(trial)) or [math.nan]
+            self.trials.tell(trial, value)
+            return value
 
-        def stop(study: "Study", trial: "FrozenTrial") -> None:
-            if (
-                len(self.records) >= self.limits.max_probes - 1
-                or self.left < RESERVE * self.limits.seconds
-                or trial.number > DRAWS
-            ):
-                study.stop()
+        def is_late() -> bool:
+            probes = len(self.trials.records())
+            return probes >= self.limits.max_probes - 1 or self.left < RESERVE * self.limits.seconds
 
-        study = self.trials.study
-        if best is not None and self.problem.maximize == ("throughput",):
-            study.sampler = optuna_sampler(self.sampler)
-            study.enqueue_trial({name: first.candidates.arrays[name][best].item() for name in ranges})
-            study.optimize(objective, callbacks=[stop])
-            study.sampler = self.trials.sampler
+        if self.problem.maximize == ("throughput",):
+            draw(self.sampler, lambda: screen(self.problem, self.records), measure, is_late)
 
     def _interrupted(self) -> bool:
         return self.ended == "interrupted"

@@ -3,6 +3,7 @@
 import math
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -10,7 +11,7 @@ import numpy as np
 
 with warnings.catch_warnings():  # in a notebook tqdm, which Optuna imports, warns that it has no widgets
     warnings.filterwarnings("ignore", message="IProgress not found")
-    from optuna import Study
+    from optuna import Study, create_study
     from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
     from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
     from optuna.trial import FrozenTrial, Trial, TrialState
@@ -22,6 +23,9 @@ from oomguard._search.screen import CandidateTable, screen
 from oomguard._search.space import Problem
 from oomguard._spec.candidate import KNOBS
 from oomguard._spec.spec import MAX_SEQ, Spec
+
+MOST_DRAWS = 200  # trials of one of Optuna's samplers, with those that are screened out
+APART = 1e3  # distance of another choice, in doublings of a number
 
 
 class Sampler(BaseSampler):
@@ -128,30 +132,57 @@ def distributions(probe: Probe) -> dict[str, BaseDistribution]:
     return ranges
 
 
-def optuna_sampler(name: str) -> BaseSampler:
-    """One of Optuna's own samplers, for comparison. They take constraints from the trials."""
-    samplers: dict[str, type[BaseSampler]] = {"gp": GPSampler, "tpe": TPESampler, "random": RandomSampler}
+def draw(
+    name: str,
+    look: Callable[[], CandidateTable],
+    measure: Callable[[int, CandidateTable], float],
+    is_late: Callable[[], bool],
+) -> None:
+    """Let one of Optuna's own samplers choose candidates, arithmetic's best first. What is screened out is not run.
+
+    `look` gives the table as it is now, `measure` runs a row of it and returns its value, or nan.
+    """
+    samplers: dict[str, Any] = {"gp": GPSampler, "tpe": TPESampler, "random": RandomSampler}
     try:
-        return samplers[name](seed=0)  # type: ignore[call-arg]  # all three have it
+        study = create_study(direction="maximize", sampler=samplers[name](seed=0))
     except ImportError as error:  # GPSampler needs scipy
         raise MisuseError(rule=f"--sampler {name} needs a package", got=f"got {error}", advice="Install it.") from None
+    table = look()
+    ranges, best = _space_of(table), choose(table)
+    if best is None:
+        return
+    study.enqueue_trial({name: table.candidates.arrays[name][best].item() for name in ranges})
+
+    def objective(trial: Trial) -> float:
+        table = look()
+        row = _nearest(table, {name: trial._suggest(name, some) for name, some in ranges.items()})
+        trial.set_constraint("excess", 0.0 if table.eligible[row] else 1.0)
+        return measure(row, table) if table.eligible[row] else table.spec.batch / table.expected.seconds_per_step[row]
+
+    def stop(study: Study, trial: FrozenTrial) -> None:
+        if is_late() or trial.number > MOST_DRAWS:
+            study.stop()
+
+    with warnings.catch_warnings():  # a value that is no number is a trial that failed
+        warnings.simplefilter("ignore")
+        study.optimize(objective, callbacks=[stop])
 
 
-def space_of(table: CandidateTable) -> dict[str, BaseDistribution]:
+def _space_of(table: CandidateTable) -> dict[str, BaseDistribution]:
     """The screened space as parameters of Optuna's own samplers."""
     ranges: dict[str, BaseDistribution] = {}
     for name, values in table.candidates.arrays.items():
         some = [*dict.fromkeys(values[table.eligible].tolist())]
-        if name != "accumulation":
+        if name != "accumulation" and some:
             whole = values.dtype.kind in "iu"
             ranges[name] = IntDistribution(min(some), max(some), log=True) if whole else CategoricalDistribution(some)
     return ranges
 
 
-def nearest_row(table: CandidateTable, params: dict[str, Any]) -> int:
-    """The row with the choices and nearly the numbers of some parameters; of all rows if none has the choices."""
+def _nearest(table: CandidateTable, params: dict[str, Any]) -> int:
+    """The row with the choices and nearly the numbers of some parameters."""
     away = np.zeros(len(table))
     for name, value in params.items():
         values = table.candidates.arrays[name]
-        away += np.abs(np.log2(values / value)) if values.dtype.kind in "iu" else 1e3 * (values != value)
+        away += np.abs(np.log2(values / value)) if values.dtype.kind in "iu" else APART * (values != value)
     return int(np.argmin(away))

@@ -3,6 +3,7 @@
 optuna-dashboard can show it, and several workers and machines can share it.
 """
 
+import math
 import os
 import re
 import socket
@@ -80,6 +81,13 @@ class TrialStore:
         trial.set_user_attr("until", time.time() + seconds)
         trial.set_user_attr("role", probe.role)
         trial.set_user_attr("probe", msgspec.json.encode(probe).decode())
+
+    def tell(self, trial: Trial, value: float) -> None:
+        """End a trial that was asked for; a value that is no number is a failure."""
+        if math.isnan(value):
+            self.study.tell(trial, state=TrialState.FAIL)
+        else:
+            self.study.tell(trial, value)
 
     def drop(self, trial: Trial | int) -> None:
         """Mark a trial as failed if it has not ended: its probe was interrupted."""

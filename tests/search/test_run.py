@@ -350,3 +350,25 @@ def test_records_of_another_kind_of_device_in_the_study_count_nothing(rig: Rig) 
     search = make_search(PROBLEM, trials=trials, max_probes=2, cache=Cache(None, f"not {TITLE}"))
     found = search.run(["cpu"])
     assert [*found.records] == rig.records[2:]
+
+
+# other samplers
+
+
+@pytest.mark.parametrize("name", ["gp", "tpe", "random"])
+def test_one_of_optunas_samplers_explores_what_fits_and_the_best_is_confirmed(rig: Rig, name: str) -> None:
+    search = make_search(PROBLEM, sampler=name, max_probes=6)
+    found = search.run(["cpu"])
+    assert {one.verdict for one in found.records} == {Verdict.FITS}
+    assert 3 <= len(found.records) <= 6
+    assert max(one.spec.steps for one in found.records) > LSTM.steps // 4
+    first = screen(PROBLEM, [])
+    best = choose(first)
+    assert best is not None
+    assert found.records[0].candidate.microbatch == first.candidates[best].microbatch
+    assert TrialState.RUNNING not in states(search.trials)
+
+
+def test_a_sampler_that_does_not_exist_is_a_misuse() -> None:
+    with pytest.raises(MisuseError, match="sampler"):
+        oomguard.find_feasible_config(LSTM, sampler="grid")
