@@ -60,7 +60,8 @@ class TrialStore:
                 self.drop(trial.number)
 
     def _is_dead(self, trial: FrozenTrial) -> bool:
-        owner, until = trial.user_attrs.get("owner", ""), trial.user_attrs.get("until", 0.0)
+        begun = trial.datetime_start.timestamp() if trial.datetime_start else 0.0  # a trial is marked soon after that
+        owner, until = trial.user_attrs.get("owner", ""), trial.user_attrs.get("until", begun)
         host, _, process = owner.partition(" ")
         if host == socket.gethostname():
             pid, _, started = process.partition(" ")

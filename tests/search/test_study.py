@@ -232,6 +232,14 @@ def test_a_trial_of_a_process_that_lives_is_left(storage: str) -> None:
     assert store("a", "throughput", storage=storage).pending() == [make_probe()]
 
 
+def test_a_trial_that_has_just_begun_is_not_taken_for_dead() -> None:
+    """Another worker may look before it is marked."""
+    trials = store("a", "throughput")
+    trials.study.ask()
+    trials.recover()
+    assert [trial.state for trial in trials.study.trials] == [TrialState.RUNNING]
+
+
 @pytest.mark.parametrize(
     ("owner", "until", "dead"),
     [
