@@ -1,6 +1,7 @@
 """The models of the benchmarks: what is fitted to some of them must not know the others, on which claims are judged."""
 
 import ast
+import importlib
 import importlib.util
 import io
 import random
@@ -178,3 +179,11 @@ def test_random_models_have_the_hidden_sizes_that_are_asked_for() -> None:
     assert all(models.is_judged(fields) for fields in rows + cases)
     assert {fields["cell"] for fields in rows} == {fields["cell"] for fields in cases} == {"lstm", "gru", "rnn"}
     assert not models.is_judged(models.draw_row(rng, models.TUNE_HIDDEN, 3e10)[0])
+
+
+def test_the_stored_errors_are_those_of_the_measured_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the estimate changes, `python benchmarks/residuals.py` writes them again."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    module = importlib.import_module("residuals")
+    module.write(module.residuals(module.read_rows()), tmp_path / "residuals.csv")
+    assert (tmp_path / "residuals.csv").read_text() == module.RESIDUALS.read_text()
