@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import optuna
-from optuna.trial import FrozenTrial, Trial, TrialState
+
+with warnings.catch_warnings():  # in a notebook tqdm, which Optuna imports, warns that it has no widgets
+    warnings.filterwarnings("ignore", message="IProgress not found")
+    import optuna
+    from optuna.trial import FrozenTrial, Trial, TrialState
 
 from oomguard._core.errors import MisuseError
 from oomguard._device.proc import read_status

@@ -15,9 +15,9 @@ from search.rig import Rig, make_search
 from oomguard._core.units import GIB
 from oomguard._estimate.target import CPU
 from oomguard._predict.calibration import is_stale
+from oomguard._probe import cache as module
 from oomguard._probe.cache import MOST_RECORDS, Cache, user_directory
 from oomguard._probe.record import Record
-from oomguard._search import run as module
 from oomguard._search.run import current
 from oomguard._spec.candidate import make_candidate
 from oomguard._spec.spec import Spec
