@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from oomguard._device.cpu import Cpu
+from oomguard._estimate.breakdown import estimate_step
 from oomguard._spec.candidate import Candidate, make_candidate
 from oomguard._spec.read import make_spec
 from oomguard._spec.spec import Spec
@@ -28,10 +29,12 @@ STEPS = 2
 def measure(spec: dict[str, Any], knobs: dict[str, Any], timeout: float = 600) -> dict[str, Any]:
     """Measure one candidate in a new process."""
     made = make_spec(spec)
+    candidate = make_candidate(made, **{"allocator": "tight"} | knobs)
+    engine = str(estimate_step(made, candidate).engine)
     done = subprocess.run(
         [sys.executable, str(Path(__file__)), json.dumps({"spec": spec, "candidate": knobs})],
         capture_output=True, text=True, timeout=timeout, check=True,
-        env=without_heap_settings() | Cpu().environment(make_candidate(made, **{"allocator": "tight"} | knobs)),
+        env=without_heap_settings() | Cpu().environment(candidate, engine),
     )  # fmt: skip
     return json.loads(done.stdout)
 
@@ -43,7 +46,7 @@ def without_heap_settings() -> dict[str, str]:
 
 def tight() -> dict[str, str]:
     """Return the variables of the heap setting `tight`."""
-    return Cpu().environment(make_candidate(Spec(cell="lstm", seq=1), allocator="tight"))
+    return Cpu().environment(make_candidate(Spec(cell="lstm", seq=1), allocator="tight"), engine="native")
 
 
 def microbatch_rows(batch: int, microbatch: int) -> list[int]:

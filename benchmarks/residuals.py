@@ -42,7 +42,6 @@ def residuals(rows: list[dict[str, Any]], kind: str = "tune") -> list[Residual]:
             known, rest = split(estimate)
             coordinates = memory.places(spec, candidate, rest)[0]
             place = (row["device"], int(row["model"]), float(coordinates[memory.PLACE]))
-            offset = OFFSET_BYTES[row["device"]]
             if "rest_bytes" in row:
                 measured = int(row["gradients_bytes"]) + int(row["rest_bytes"])
             else:
@@ -62,7 +61,7 @@ def residuals(rows: list[dict[str, Any]], kind: str = "tune") -> list[Residual]:
                     rest=round(math.log2(rest[0]), 3),
                     rows=round(math.log2(candidate.microbatch), 3),
                     steps=round(math.log2(spec.steps), 3),
-                    error=round(math.log((measured + offset) / (rest[0] + offset)), 4),
+                    error=round(math.log((measured + OFFSET_BYTES) / (rest[0] + OFFSET_BYTES)), 4),
                 )
             )
     return errors

@@ -199,7 +199,7 @@ def test_it_fits_exactly_from_total_and_margin_on(device: str) -> None:
 )
 def test_the_margin_is_a_share_of_what_is_not_known(device: str, allocator: str, kind: tuple[str, str]) -> None:
     found = oomguard.estimate(SPEC, device=device, allocator=allocator)
-    rest = float(split(found)[1][0]) + OFFSET_BYTES[kind[0]]
+    rest = float(split(found)[1][0]) + OFFSET_BYTES
     assert found.margin_bytes == pytest.approx(rest * bare(*kind, allocator, "fp32", False), rel=0.01)
 
 

@@ -188,7 +188,7 @@ def margin_bytes(spec: Spec, estimate: Estimate, target: Target) -> Count:
     knobs, device = estimate.candidate, "cuda" if target.cuda else "cpu"
     kind = device, str(estimate.engine), allocator_on(device, knobs.allocator), str(knobs.precision)
     shares = [math.ceil(1024 * bare(*kind, fragile)) for fragile in (True, False)]
-    rest = estimate.total_bytes - sum(estimate.terms[term] for term in KNOWN) + OFFSET_BYTES[device]
+    rest = estimate.total_bytes - sum(estimate.terms[term] for term in KNOWN) + OFFSET_BYTES
     return -(-rest // 1024) * where(is_fragile(spec, knobs, target), *shares)  # an int64 is nearly full: divide first
 
 

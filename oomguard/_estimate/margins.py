@@ -15,11 +15,10 @@ from typing import NamedTuple
 from oomguard._core.units import MIB
 
 RISK = 0.01  # accepted probability that a peak exceeds its prediction and margin
-FEWEST = 12  # rows from which on a group has a quantile of its own
-OFFSET_BYTES = {"cpu": 64 * MIB, "cuda": 64 * MIB}
-"""Added to both before a measured size is divided by an estimated one: small ones err by more than their share."""
-
-
+FEWEST = 12  # rows of a kind that are enough to judge it by them alone
+OFFSET_BYTES = 64 * MIB
+"""Added to measured and estimated bytes before they are compared, because errors do not shrink with small sizes. (Rows
+of 20 to 600 MiB then have errors of similar size.)"""
 MACHINE = 0.05  # standard deviation between machines (assumed): all rows are of one machine and one version of torch
 REPEAT = 0.007  # standard deviation of repeated runs, at least
 ALIKE = 0.25
@@ -40,7 +39,7 @@ class Residual(NamedTuple):
     turn: int  # 0 for the first measurement, 1 for a repetition in a new process, with more steps
     segmented: bool
     chunks: bool
-    rest: float  # logarithm to base 2 of the estimated rest in bytes (`split`, _predict/memory.py)
+    rest: float  # logarithm to base 2 of the estimated rest in bytes (`split`, breakdown.py)
     rows: float  # logarithm to base 2 of the microbatch
     steps: float  # logarithm to base 2 of the sequence length
     error: float  # logarithm of the measured rest over the estimated one, with `OFFSET_BYTES`

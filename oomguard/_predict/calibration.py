@@ -22,8 +22,6 @@ from oomguard._probe.verdict import Verdict
 from oomguard._spec.spec import Spec
 
 STALE_TIMES = 3.0  # factor between a measured and a predicted time from which on the cached times are stale
-OLD_NOISE = 0.25
-"""Standard deviation of a time that an earlier search measured: the load of the machine may have been different."""
 
 Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
@@ -158,7 +156,7 @@ class Calibration:
     def _corrected(self, kind: Kind, fragile: bool, places: Floats, rest: Floats) -> tuple[Floats, Floats]:
         """Corrected rests and their margins: quantiles of stored errors and of the errors of own records."""
         fit, group, beyond = *self._memory_fit(kind, fragile), self._beyond(kind, fragile)
-        small = 1 + OFFSET_BYTES[self.device] / rest
+        small = 1 + OFFSET_BYTES / rest
         if not len(fit.data.values) and not beyond:
             return rest, rest * small * bare(self.device, *kind, fragile)
         ratio, doubt = fit.at(places)
@@ -166,7 +164,7 @@ class Calibration:
         sigmas = margins.sigmas(self.device, fit.surprises)
         return expected, expected * small * np.expm1(sigmas * np.hypot(doubt, group.repeat))
 
-    def predict_time(self, estimate: Estimate, steps: ArrayLike | None = None) -> tuple[Floats, Floats]:
+    def predict_time(self, estimate: Estimate) -> tuple[Floats, Floats]:
         """Seconds of a step of the whole batch for each candidate, and the standard deviation of their logarithm."""
         each = speed.guess(self.spec, estimate.candidate, estimate.engine, cuda=self.target.cuda)
         ratio, doubt = self.times[0].at(self.time_places(estimate))
@@ -189,7 +187,7 @@ class Calibration:
         growth_bytes, knobs, kind = record.peak_bytes - (record.runtime_bytes or 0), record.candidate, kind_of(record)
         fragile, chunks = bool(is_fragile(record.spec, knobs, self.target)), bool(memory.is_chunked(knobs))
         share = creep(self.device, *kind, fragile, chunks=chunks)
-        return record.peak_bytes + round(share * (growth_bytes + OFFSET_BYTES[self.device]))
+        return record.peak_bytes + round(share * (growth_bytes + OFFSET_BYTES))
 
     def _estimate(self, record: Record) -> Estimate:
         """The estimate of a record, made once."""
@@ -230,14 +228,14 @@ class Calibration:
         else:
             measured = (record.peak_bytes or 0) - self._runtime_bytes(kind, self._estimate(record)) - float(known[0])
         places = memory.places(record.spec, record.candidate, rest, model)
-        noise = group.repeat * (1 + OFFSET_BYTES[self.device] / rest)
+        noise = group.repeat * (1 + OFFSET_BYTES / rest)
         return Data(places, np.log(max(1, measured) / rest) - group.middle, noise)
 
     @cached_property
     def times(self) -> tuple[Fit, float]:
         """The fit of measured times over guessed ones, and the noise of a time."""
         rows = [self._time_row(record) for record in self.own if record.seconds_per_pass is not None]
-        return speed.fit_times(stacked(rows, coordinates=speed.STEPS + 1))
+        return speed.fit_times(stacked(rows, coordinates=speed.OLD + 1))
 
     def _time_row(self, record: Record) -> Data:
         """The logarithm of the measured time of a record over the guessed one."""
@@ -245,8 +243,8 @@ class Calibration:
         assert record.seconds_per_pass is not None
         each = record.seconds_per_pass / (spec.steps * knobs.microbatch)
         ratio = np.log(each / np.atleast_1d(speed.guess(spec, knobs, engine, cuda=self.target.cuda)))
-        noise = 0.0 if id(record) in self._new else OLD_NOISE
-        return Data(speed.places(spec, knobs, engine, spec.steps), ratio, np.array([noise]))
+        places = speed.places(spec, knobs, engine, spec.steps, old=id(record) not in self._new)
+        return Data(places, ratio, np.zeros(1))
 
 
 def is_stale(cached: Sequence[Record], record: Record, target: Target) -> bool:

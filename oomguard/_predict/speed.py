@@ -36,7 +36,10 @@ USUAL_NOISE, USUAL_LOCAL = 0.04, 0.1
 """Standard deviation of a measured time, and of a local deviation that only similar candidates share. Those of a search
 are half of this, twice or more, as its own records make likely."""
 
-ROWS, PIECE, THREADS, NATIVE, KEEPS, HALF, OTHER, CHUNKS, LIVE, STEPS = range(10)  # coordinates of a candidate
+LOAD = 0.25
+"""Standard deviation of a factor that all times of earlier searches share: the machine may have been busier then."""
+
+ROWS, PIECE, THREADS, NATIVE, KEEPS, HALF, OTHER, CHUNKS, LIVE, STEPS, OLD = range(11)  # coordinates of a candidate
 SETTINGS, SHAPES = (THREADS, NATIVE, KEEPS, HALF, OTHER), (ROWS, PIECE, CHUNKS, LIVE)
 
 Knobs = Candidate | Candidates
@@ -59,8 +62,8 @@ def guess(spec: Spec, knobs: Knobs, engine: Engine, *, cuda: bool) -> Floats:
     return np.asarray(passes + spec.layers * spec.directions * (1 + again) * calls)
 
 
-def places(spec: Spec, knobs: Knobs, engine: Engine, steps: ArrayLike) -> Floats:
-    """Coordinates of each candidate, run with sequences of so many steps.
+def places(spec: Spec, knobs: Knobs, engine: Engine, steps: ArrayLike, *, old: bool = False) -> Floats:
+    """Coordinates of each candidate, run with sequences of so many steps, now or (`old`) in an earlier search.
 
     A shorter version with fewer segments of the same length differs in `STEPS` alone; one that keeps all its
     activations also in `LIVE`, because memory that is in no cache takes longer.
@@ -79,7 +82,8 @@ def places(spec: Spec, knobs: Knobs, engine: Engine, steps: ArrayLike) -> Floats
         ~np.asarray(knobs.recompute),
     ]
     lengths = [np.log2(live) / 8, np.log2(steps) / 8]
-    return matrix([np.log2(rows) / 2, np.log2(piece) / 2, *(APART * column for column in switches), *lengths])
+    columns = [np.log2(rows) / 2, np.log2(piece) / 2, *(APART * column for column in switches), *lengths]
+    return matrix([*columns, 1e3 * old])
 
 
 def fit_times(data: Data) -> tuple[Fit, float]:
@@ -103,7 +107,8 @@ def fit_times(data: Data) -> tuple[Fit, float]:
 def _summands(local: float) -> list[Term]:
     """The summands of the logarithm of a time over its guess."""
     summands = [Term(LEVEL), *(Term(SETTING, (column,)) for column in SETTINGS)]
-    return [*summands, *(Term(SHAPE, (column,)) for column in SHAPES), Term(local, (*range(STEPS + 1),))]
+    summands += [Term(SHAPE, (column,)) for column in SHAPES]
+    return [*summands, Term(local, (*range(STEPS + 1),)), Term(LOAD, (OLD,))]
 
 
 def faults(spec: Spec, knobs: Knobs, engine: Engine) -> NDArray[np.bool_]:

@@ -4,7 +4,7 @@ So a search that was killed goes on where it stopped, and the same records lead 
 
 The rule: of the candidates that stay within the budget with a probability of 99 %, and of their shorter versions, run
 the one with the largest expected improvement per expected second. Stop when no probe is expected to improve the plan by
-1 %, and confirm the best candidate at full length.
+2 %, and confirm the best candidate at full length.
 """
 
 import math
@@ -22,15 +22,12 @@ from oomguard._predict.calibration import Kind, kind_of, same_model
 from oomguard._predict.fit import Floats
 from oomguard._probe.record import Record
 from oomguard._search.lengths import longest_that_fits, shorten
-from oomguard._search.screen import CandidateTable, Ints, Mask, least, rows_of, screen
+from oomguard._search.screen import CandidateTable, Ints, Mask, least, paired, rows_of, screen
 from oomguard._search.space import Problem, lossy
 from oomguard._spec.candidate import Candidate, make_candidate
 from oomguard._spec.spec import Spec
 
-WORTH = 0.01
-"""Expected gain of a probe below which it is not run. (24 searches on simulated machines reached 98.2 % of the best on
-average, and 97.6 % with 0.02.)"""
-LARGER = 0.01  # share by which a further probe towards the largest must be larger
+WORTH = 0.02  # expected gain of a probe below which it is not run
 PROBE_SECONDS, FEWEST_STEPS = 0.4, 48
 """A short version of a candidate: seconds of a pass (several go into a second, and their median counts), and steps
 (fewer would tell more about calls than about steps)."""
@@ -114,7 +111,8 @@ def _fastest(state: State) -> Probe | None:
         probe = make_probe(state, table, row, "explore" if table.eligible[row] else "calibrate", steps)
         if table.eligible[row] or not state.has_run(probe):
             return probe
-    return _confirm(state, table, least(table.expected.seconds_per_step, table.eligible))
+    best = least(table.expected.seconds_per_step, table.eligible)
+    return _confirm(state, table, best) or _compare(state, table, best)
 
 
 def _promising(state: State, table: CandidateTable) -> Iterator[tuple[int, int]]:
@@ -128,9 +126,8 @@ def _promising(state: State, table: CandidateTable) -> Iterator[tuple[int, int]]
     for probe in state.pending:  # what others are running is not run twice, nor longer at the same time
         chance = np.where(rows_of(probe, table), 0.0, chance)
     best = least(mean, table.eligible)
-    reserve = (
-        0.0 if _confirmed(state, table)[best] else START_SECONDS + min(CONFIRM_SECONDS, table.pass_seconds[best]) / 0.7
-    )
+    reserve = 0.0 if _confirmed(state, table)[best] else min(CONFIRM_SECONDS, table.pass_seconds[best]) / 0.7
+    left = state.left - reserve - START_SECONDS
     each, short = table.pass_seconds / whole, short_steps(table)
     last = kind_of(state.records[-1]) if state.records else None
     start = START_SECONDS * ~table.of_kinds({last} if last is not None else set())
@@ -140,7 +137,7 @@ def _promising(state: State, table: CandidateTable) -> Iterator[tuple[int, int]]
         moves = times.between(shorter, places) / np.hypot(times.at(shorter)[1], noise)
         seconds = start + np.maximum(MEASURE_SECONDS[problem.timed], 2 * each * steps)
         improvement = chance * _improvement(mean[best] - mean, np.abs(moves))
-        worth = (improvement >= WORTH) & (seconds + reserve <= state.left)
+        worth = (improvement >= WORTH) & (seconds <= left)
         gains.append(np.where(worth, improvement / seconds, 0.0))
     ranked = np.concatenate(gains)
     for index in np.argsort(-ranked, kind="stable")[: np.count_nonzero(ranked)].tolist():
@@ -157,7 +154,7 @@ def short_steps(table: CandidateTable) -> Ints:
 
 def _chance(state: State, table: CandidateTable) -> Floats:
     """The probability that a candidate fits that is not sure to fit; 0 where a record says that it does not."""
-    if not state.problem.target.cuda and not state.records:
+    if not state.records:  # begin with what surely fits
         return np.zeros(len(table))
     device = "cuda" if state.problem.target.cuda else "cpu"
     deviation = np.maximum(table.expected.margin_bytes / sigmas(device), 1.0)
@@ -168,9 +165,8 @@ def _chance(state: State, table: CandidateTable) -> Floats:
 def _improvement(ahead: Floats, deviation: Floats) -> Floats:
     """The expected value of a normal variable where it is positive."""
     deviation = np.maximum(deviation, 1e-9)
-    return ahead * _below(ahead / deviation) + deviation * np.exp(-np.square(ahead / deviation) / 2) / math.sqrt(
-        2 * math.pi
-    )
+    density = np.exp(-np.square(ahead / deviation) / 2) / math.sqrt(2 * math.pi)
+    return ahead * _below(ahead / deviation) + deviation * density
 
 
 def _below(values: Floats) -> Floats:
@@ -191,6 +187,27 @@ def _confirmed(state: State, table: CandidateTable) -> Mask:
     """Candidates that have run within the budget at full length, or nearly as long as there is time for."""
     long = np.minimum(1.0, 0.5 * state.confirm_seconds / table.pass_seconds) * table.spec.steps
     return table.eligible & (table.longest > 0) & (table.longest >= long)
+
+
+def _compare(state: State, table: CandidateTable, best: int) -> Probe | None:
+    """The next turn of two finalists, the best candidate and the next one; None if a further pair would gain nothing.
+
+    They run by turns in the same child, so that a change of the machine's load slows both down, and their paired times
+    are compared (`paired`, screen.py). One pair is always run if it takes seconds: the fastest of many single times is
+    fast by luck too.
+    """
+    rivals = table.eligible & table.of_kinds({table.kind_at(best)}) & (np.arange(len(table)) != best)
+    if not state.explore or not rivals.any() or 2 * table.pass_seconds[best] > MEASURE_SECONDS[True]:
+        return None
+    seconds, noise = table.expected.seconds_per_step, table.calibration.times[1]
+    rows = best, least(seconds, rivals)
+    turns = [make_probe(state, table, row, "confirm", table.spec.steps) for row in rows]
+    one, other = sorted((turn.candidate for turn in turns), key=repr)
+    pairs = len(paired(state.records)[one, other])
+    ahead, deviation = np.log(seconds[rows[:1]] / seconds[rows[1:]]), noise * math.sqrt(2 / (pairs + 1))
+    if pairs and _improvement(ahead, np.array([deviation]))[0] < WORTH:
+        return None
+    return turns[bool(state.records) and turns[0].is_of(state.records[-1])]
 
 
 def make_probe(state: State, table: CandidateTable, row: int, role: Role, steps: int) -> Probe:
@@ -242,12 +259,12 @@ def choose(table: CandidateTable) -> int | None:
 
 
 def _largest(state: State, aim: str) -> Probe | None:
-    """Go to the predicted border until that moves by no more than 2 %."""
+    """Go to the predicted border until that moves by no more than 1 %."""
     table, row = largest(state.problem, state.records, aim)
     if row is None:
         return _try_smallest(state, table)
     sizes, confirmed = sizes_of(table, aim), _confirmed(state, table)
-    if confirmed.any() and sizes[row] <= (1 + LARGER) * sizes[confirmed].max():
+    if confirmed.any() and sizes[row] <= (1 + WORTH / 2) * sizes[confirmed].max():
         return None
     steps = int(state.confirm_seconds / table.pass_seconds[row] * table.spec.steps)
     probe = make_probe(state, table, row, "confirm", max(FEWEST_STEPS, min(table.spec.steps, steps)))

@@ -1,4 +1,4 @@
-"""Samplers of Optuna's: oomguard's own, whose proposals follow from the trials so far, and Optuna's for comparison."""
+"""The search as a sampler for Optuna, and Optuna's own samplers for comparison."""
 
 import math
 import threading
@@ -37,16 +37,20 @@ class Sampler(BaseSampler):
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.decided = dict[int, Probe]()  # by thread: a worker may decide before its trial begins
+        self._lock = threading.Lock()
 
     def propose(self, study: Study, **limits: Any) -> Probe | None:
         """The next probe; None if none is worth it. `limits` are fields of `State`."""
-        known: dict[str, Any] = {"problem": self.problem, "records": records_in(study), "pending": pending_in(study)}
+        pending = [*pending_in(study), *self.decided.values()]
+        known: dict[str, Any] = {"problem": self.problem, "records": records_in(study), "pending": pending}
         return propose(State(**known | limits))
 
     def suggest(self, trial: Trial) -> Probe:
         """The candidate of a trial, with the spec to run it with, perhaps of shorter sequences."""
-        for name, distribution in self.infer_relative_search_space(trial.study, trial._cached_frozen_trial).items():
-            trial._suggest(name, distribution)
+        probe = self._decide(trial.study)
+        for name, distribution in distributions(probe).items():
+            _suggest(trial, name, distribution)
+        trial.set_user_attr("probe", msgspec.json.encode(probe).decode())  # other workers see it
         return self.decided.pop(threading.get_ident())
 
     def report(self, trial: Trial, record: Record) -> list[float]:
@@ -61,23 +65,27 @@ class Sampler(BaseSampler):
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         """The knobs of the next probe."""
-        thread = threading.get_ident()
-        if thread not in self.decided:
-            probe = self.propose(study)
-            self.decided[thread] = probe if probe is not None else self._best(study)
-        return distributions(self.decided[thread])
+        return distributions(self._decide(study))
 
     def sample_relative(
         self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
         """Their values."""
-        return parameters(self.decided[threading.get_ident()])
+        return parameters(self._decide(study))
 
     def sample_independent(
         self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
         """A value of a parameter that is no knob: at random."""
         return RandomSampler().sample_independent(study, trial, param_name, param_distribution)
+
+    def _decide(self, study: Study) -> Probe:
+        """The probe of this thread's trial, decided once."""
+        thread = threading.get_ident()
+        with self._lock:
+            if thread not in self.decided:
+                self.decided[thread] = self.propose(study) or self._best(study)
+            return self.decided[thread]
 
     def _best(self, study: Study) -> Probe:
         """The best candidate known, whole: for a study that goes on though nothing more is to be learned."""
@@ -132,6 +140,14 @@ def distributions(probe: Probe) -> dict[str, BaseDistribution]:
     return ranges
 
 
+def _suggest(trial: Trial, name: str, distribution: BaseDistribution) -> Any:
+    """The value of a parameter, which Optuna stores with the trial."""
+    if isinstance(distribution, IntDistribution):
+        return trial.suggest_int(name, distribution.low, distribution.high, log=distribution.log)
+    assert isinstance(distribution, CategoricalDistribution)
+    return trial.suggest_categorical(name, distribution.choices)
+
+
 def draw(
     name: str,
     look: Callable[[], CandidateTable],
@@ -146,7 +162,11 @@ def draw(
     try:
         study = create_study(direction="maximize", sampler=samplers[name](seed=0))
     except ImportError as error:  # GPSampler needs scipy
-        raise MisuseError(rule=f"--sampler {name} needs a package", got=f"got {error}", advice="Install it.") from None
+        raise MisuseError(
+            rule=f"--sampler {name} needs a package that is not installed",
+            got=f"got {error}",
+            advice="Install it with pip, or leave --sampler out.",
+        ) from None
     table = look()
     ranges, best = _space_of(table), choose(table)
     if best is None:
@@ -155,7 +175,7 @@ def draw(
 
     def objective(trial: Trial) -> float:
         table = look()
-        row = _nearest(table, {name: trial._suggest(name, some) for name, some in ranges.items()})
+        row = _nearest(table, {name: _suggest(trial, name, some) for name, some in ranges.items()})
         trial.set_constraint("excess", 0.0 if table.eligible[row] else 1.0)
         return measure(row, table) if table.eligible[row] else table.spec.batch / table.expected.seconds_per_step[row]
 

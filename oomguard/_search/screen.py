@@ -1,5 +1,8 @@
 """The screen: which candidates of the space fit, by prediction and by what records say of them. Nothing is run."""
 
+import itertools
+import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -9,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oomguard._estimate.breakdown import Estimate, estimate_batch
-from oomguard._predict.calibration import Calibration, Kind, Predictions, kinds_of, same_model
+from oomguard._predict.calibration import Calibration, Kind, Predictions, kind_of, kinds_of, same_model
 from oomguard._predict.fit import Floats
 from oomguard._predict.speed import USUAL_NOISE
 from oomguard._probe.record import Record
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
 
 SETTING = tuple(name for name, knob in KNOBS.items() if knob.role.group == "setting" and name != "threads")
 """Knobs that decide which code runs. If it fails once, it always does."""
+SHAPE = ("threads", "microbatch", "segments", "recompute", "levels", "window")
+"""Knobs that decide in which pieces it runs, and with how many threads."""
 STRAIN = 0.93  # where one candidate was strained, others of its setting must peak below this share of its peak
 HOPELESS = (Verdict.UNSUPPORTED, Verdict.CRASHED, Verdict.BROKEN)
 
@@ -120,6 +125,7 @@ def screen(problem: Problem, records: Sequence[Record], spec: Spec | None = None
         if record.verdict is Verdict.STRAINED and record.peak_bytes is not None:
             high = table.expected.peak_bytes > STRAIN * record.peak_bytes
             table.exclude(table.like(record.candidate, *SETTING) & high)
+    _compare(table, ours)
     in_time = table.fits & ~(late & (table.longest == 0))
     if in_time.any():  # otherwise all that fit timed out, which says nothing about memory
         table.fits[:] = in_time
@@ -183,6 +189,27 @@ def _measured_seconds(table: CandidateTable, turns: Sequence[Record], predicted:
     measured = passes * median([turn.seconds_per_pass or 0.0 for turn in turns]) + table.calibration.update_seconds
     doubt = USUAL_NOISE / len(turns) ** 0.5
     return np.asarray(measured * np.exp(np.clip(np.log(predicted / measured), -doubt, doubt)))
+
+
+def paired(records: Sequence[Record]) -> dict[tuple[Candidate, Candidate], list[float]]:
+    """Logarithms of the ratios of the times of two candidates of one kind that ran one right after the other."""
+    ratios = defaultdict[tuple[Candidate, Candidate], list[float]](list)
+    for pair in itertools.pairwise(records):
+        one, other = sorted(pair, key=lambda record: repr(record.candidate))
+        alike = (one.spec, kind_of(one)) == (other.spec, kind_of(other)) and one.candidate != other.candidate
+        if alike and one.seconds_per_step is not None and other.seconds_per_step is not None:
+            ratios[one.candidate, other.candidate].append(math.log(one.seconds_per_step / other.seconds_per_step))
+    return ratios
+
+
+def _compare(table: CandidateTable, records: Sequence[Record]) -> None:
+    """Let the times of two candidates that ran by turns differ by the median ratio of their turns."""
+    seconds = table.expected.seconds_per_step
+    for candidates, ratios in paired([record for record in records if record.spec == table.spec]).items():
+        one, other = (table.like(candidate, *SETTING, *SHAPE) for candidate in candidates)
+        if len(ratios) > 1 and one.any() and other.any():
+            middle, ratio = np.sqrt(seconds[one][0] * seconds[other][0]), np.exp(median(ratios))
+            seconds[one], seconds[other] = middle * np.sqrt(ratio), middle / np.sqrt(ratio)
 
 
 def turns_of(record: Record, records: Sequence[Record]) -> list[Record]:

@@ -12,8 +12,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 with warnings.catch_warnings():  # in a notebook tqdm, which Optuna imports, warns that it has no widgets
     warnings.filterwarnings("ignore", message="IProgress not found")
     import optuna
@@ -80,11 +78,10 @@ class TrialStore:
         return pending_in(self.study)
 
     def mark(self, trial: Trial, probe: Probe, seconds: float) -> None:
-        """Note the probe of a trial that ends within so many seconds, and whose it is."""
+        """Note who runs the trial of a probe, and until when."""
         trial.set_user_attr("owner", self._owner)
         trial.set_user_attr("until", time.time() + seconds)
         trial.set_user_attr("role", probe.role)
-        trial.set_user_attr("probe", msgspec.json.encode(probe).decode())
 
     def tell(self, trial: Trial, value: float) -> None:
         """End a trial that was asked for; a value that is no number is a failure."""

@@ -192,6 +192,7 @@ class Session:
         self.ran = {name: self(line) for name, line in ARITHMETIC.items()}
         with variables(OOMGUARD_CACHE=str(self.cache)):
             self.ran["plan"] = self(PLAN)
+            self(PLAN.replace("--hidden 4", "--hidden 5"))  # the golden ledger may have all records of the other model
         self.ran |= {"probe": self(PROBE), "train": self(TRAIN, start=run_alone)}
         self.resumed = adopt(HERE / RUN, home / RUN)
         adopt(HERE / RUN / "plan.json", self.resumed / "plan.json", limited=False)
