@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from pyarrow import csv, parquet
 
 from oomguard._core.errors import MisuseError
-from oomguard._data import values
-from oomguard._data.options import DataOptions
+from oomguard._data import source
+from oomguard._data.options import DataOptions, check_column, choose_columns
 from oomguard._data.rows import Arrays
 from oomguard._data.source import Appended, Ints, Mapped, cached, fingerprint, group_rows, no_data, unreadable
 from oomguard._spec.spec import Spec
@@ -48,16 +48,16 @@ class Part(NamedTuple):
 
     file: str
     names: list[str]
-    range: values.Index | None  # the range of tokens or classes; None: the columns are numbers
+    range: source.Index | None  # the range of tokens or classes; None: the columns are numbers
 
 
 def open_table(path: Path, kind: str, spec: Spec, options: DataOptions) -> Arrays:
     """A table as a store. The first time, all of it is read."""
     table = _read_header(path, kind)
     if options.id is not None:
-        values.check_column(options.id, table.names, path)
+        check_column(options.id, table.names, path)
     names = [name for name in table.names if name != options.id]
-    input_names, target_names, ahead = values.choose_columns(names, spec, options, path)
+    input_names, target_names, ahead = choose_columns(names, spec, options, path)
     parts = _layout(input_names, target_names, spec)
     settings = {"parts": parts, "id": options.id}
     home, about = cached(path, options.cache, settings, partial(_convert, table, parts, options.id))
@@ -65,7 +65,7 @@ def open_table(path: Path, kind: str, spec: Spec, options: DataOptions) -> Array
         refused = options.nan == "error" or (options.nan == "zero" and part.range is not None)
         if refused and part.file in about["nan"]:
             place, value = about["nan"][part.file]
-            raise values.wrong_value(place, value, part.range)
+            raise source.wrong_value(place, value, part.range)
     inputs, targets = _map(home, parts[0], input_names), _map(home, parts[-1], target_names)
     rows, size_bytes = len(inputs.array), path.stat().st_size
     return Arrays(
@@ -83,7 +83,7 @@ def open_table(path: Path, kind: str, spec: Spec, options: DataOptions) -> Array
 
 def _layout(inputs: list[str], targets: list[str], spec: Spec) -> list[Part]:
     """Inputs and targets share an array if both are numbers, or the same column of tokens."""
-    tokens, classes = values.input_index(spec), values.target_index(spec)
+    tokens, classes = source.indices(spec)
     if tokens is None and classes is None:
         return [Part("numbers.npy", list(dict.fromkeys([*inputs, *targets])), None)]
     if tokens is not None and classes is not None and inputs == targets:
@@ -209,9 +209,9 @@ class _Reader:
         def where(row: int, column: int) -> str:
             return self._place(row, part.names[column])
 
-        checked = values.as_values(block, part.range, "drop", where)
+        checked = source.as_values(block, part.range, "drop", where)
         # in float32, a number that is too large for it is infinite
-        bad = ~np.isfinite(checked) if part.range is None else (checked == values.MISSING)[:, None]
+        bad = ~np.isfinite(checked) if part.range is None else (checked == source.MISSING)[:, None]
         if part.file not in self.nan and bad.any():
             row, column = (int(place) for place in np.argwhere(bad)[0])
             self.nan[part.file] = (where(row, column), str(block[row, column]))

@@ -126,8 +126,8 @@ class Trainer:
             self._finish_step(batch, outcome, batch.steps / (perf_counter() - began))
             if batch.lost is not None:
                 self._drop_worker(batch.lost)
-            steps, seconds = self.state.step - self._saved_step, monotonic() - self._saved_at
-            if steps >= options.save_steps or seconds >= options.save_seconds:
+            most_steps, most_seconds = options.save_interval
+            if self.state.step - self._saved_step >= most_steps or monotonic() - self._saved_at >= most_seconds:
                 self.save()
             # workers are started again if one was lost, or if they prepare microbatches of another rung
             if self._ended() is not None or (loader.workers and loader is not self.loaders[self.guard.rung]):
