@@ -221,23 +221,16 @@ def _handle_ended_children(handler: Any) -> Any:
 
 
 def size_loader(
-    spec: Spec, candidate: Candidate, free_bytes: int, *, cores: int = 2, pinned: bool = False
+    spec: Spec, candidate: Candidate, free_bytes: int, *, cores: int = 2, pinned: bool = False, asked: int | None = None
 ) -> tuple[int, int]:
     """How many workers, and how many microbatches each prepares ahead, fit into `free_bytes` of shared host memory.
 
-    One core is left for the training. Prefetching less is tried before fewer workers.
+    One core is left for the training. Prefetching less is tried before fewer workers. Workers that the user has asked
+    for are all there, and prepare at least one microbatch each.
     """
-    for workers in range(min(MAX_WORKERS, cores - 1), 0, -1):
-        with_workers = msgspec.structs.replace(candidate, workers=workers)
-        if prefetch := prefetch_within(spec, with_workers, free_bytes, pinned=pinned):
-            return workers, prefetch
-    return 0, candidate.prefetch
-
-
-def prefetch_within(spec: Spec, candidate: Candidate, free_bytes: int, *, pinned: bool = False) -> int | None:
-    """How many microbatches each of the candidate's workers can prepare ahead; None without room for one each."""
-    for prefetch in range(candidate.prefetch, 0, -1):
-        smaller = msgspec.structs.replace(candidate, prefetch=prefetch)
-        if smaller.workers * WORKER_BYTES + int(loader_bytes(spec, smaller, pinned=pinned)) <= free_bytes:
-            return prefetch
-    return None
+    for workers in [asked] if asked else range(min(MAX_WORKERS, cores - 1), 0, -1):
+        for prefetch in range(candidate.prefetch, 0, -1):
+            tried = msgspec.structs.replace(candidate, workers=workers, prefetch=prefetch)
+            if workers * WORKER_BYTES + int(loader_bytes(spec, tried, pinned=pinned)) <= free_bytes:
+                return workers, prefetch
+    return (asked, 1) if asked else (0, candidate.prefetch)

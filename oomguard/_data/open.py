@@ -174,7 +174,8 @@ def _split(store: Arrays | Items, spec: Spec, options: DataOptions) -> list[orde
             advice="Use --split series.",
         )
     if how == "time":
-        sides = order.split_by_time(pieces, share)
+        middle = pieces.stops - np.rint(pieces.steps * share).astype(np.int64)
+        sides = pieces._replace(stops=middle), pieces._replace(starts=middle)
     elif store.long:
         sides = order.split_in_blocks(pieces, share, options.seed, least=spec.steps + store.ahead)
     else:

@@ -113,11 +113,13 @@ def check_used(kind: str, options: DataOptions) -> None:
             )
 
 
-Columns = tuple[list[str], list[str], int]  # inputs, targets, and the steps that a target lies ahead
+def choose_columns(
+    names: list[str], spec: Spec, options: DataOptions, path: object
+) -> tuple[list[str], list[str], int]:
+    """The columns that are inputs, those that are targets, and the steps that a target lies ahead.
 
-
-def choose_columns(names: list[str], spec: Spec, options: DataOptions, path: object) -> Columns:
-    """The columns that are inputs and those that are targets. With targets in another file, both are the inputs."""
+    With targets in another file, both are the inputs.
+    """
     width = 1 if spec.vocab is not None else spec.inputs
     inputs_alone = options.inputs_only or options.targets is not None
     inputs = list(options.columns or _usual_inputs(names, width, spec, options))

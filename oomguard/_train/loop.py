@@ -256,10 +256,8 @@ class Trainer:
 @contextmanager
 def _collect_signals(received: list[int]) -> Iterator[None]:
     """Let Ctrl-C and SIGTERM end the training after the current step; a second signal ends it at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    can_handle = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if can_handle}
 
     def handle(number: int, _: Any) -> None:
         received.append(number)
