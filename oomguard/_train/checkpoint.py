@@ -97,7 +97,13 @@ def save(directory: str | os.PathLike[str], training: Training, state: TrainStat
     advice = f"Give a directory with {size} free that you can write to. Older checkpoints are intact."
     with file_errors(_RULE, home, advice):
         path = _write(home, tensors, content)
-    _remove_old(home, keep)
+    for old in _list(home)[keep:]:
+        unfinished = old.with_name(f"{_UNFINISHED}{old.name}")
+        try:
+            os.replace(old, unfinished)  # first, so that half a checkpoint never has a checkpoint's name
+            shutil.rmtree(unfinished)
+        except OSError as error:  # only a warning, since the new one is safe
+            warnings.warn(f"{old}: an old checkpoint could not be removed ({error.strerror}).", stacklevel=2)
     return path
 
 
@@ -143,17 +149,6 @@ def _write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> Checksum:
 def checksum_of(path: Path) -> Checksum:
     with path.open("rb") as file:
         return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "size_bytes": file.tell()}
-
-
-def _remove_old(home: Path, keep: int) -> None:
-    """Remove all but the newest checkpoints. A failure is only a warning, since the new one is safe."""
-    for path in _list(home)[keep:]:
-        unfinished = path.with_name(f"{_UNFINISHED}{path.name}")
-        try:
-            os.replace(path, unfinished)  # first, so that half a checkpoint never has a checkpoint's name
-            shutil.rmtree(unfinished)
-        except OSError as error:
-            warnings.warn(f"{path}: an old checkpoint could not be removed ({error.strerror}).", stacklevel=3)
 
 
 def _list(home: Path) -> list[Path]:
