@@ -1,24 +1,28 @@
-"""Arrays (`.npy` files or in memory) and plain text as stores; of a file no more than the header is read.
+"""Arrays (`.npy` files or in memory), plain text and pairs as stores; of a file no more than the header is read.
 
 Arrays are N x T x F, or one long series T x F; tokens are N x T, or T. Text is one long series of tokens: bytes, mapped
-as they are in the file, or characters, converted once.
+as they are in the file, or characters, converted once. Pairs that come only once are written to the disk.
 """
 
 import mmap
+import os
+import shutil
 import sys
-from collections.abc import Iterator
+import tempfile
+import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from io import TextIOWrapper
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from oomguard._core.errors import MisuseError, conflict, shown
-from oomguard._data.options import DataOptions
-from oomguard._data.rows import Arrays
-from oomguard._data.source import Appended, Array, Ints, Mapped, cached, fingerprint, no_data, unreadable
-from oomguard._data.values import choose_columns, forecasts, target_width
+from oomguard._data.options import DataOptions, choose_columns, forecasts, target_width
+from oomguard._data.rows import Arrays, checked_pair
+from oomguard._data.source import Appended, Array, Ints, Mapped, cached, fingerprint, no_data, unreadable, writable
 from oomguard._spec.spec import Spec
 
 CHUNK_CHARACTERS = 1 << 20  # characters of text that are converted at a time
@@ -204,3 +208,51 @@ def _tokens(text: str, vocabulary: str, place: tuple[Path, int], *, trained: boo
             advice="Take it out of the file: the model was trained without it." if trained else advice,
         )
     return tokens
+
+
+def spool(pairs: Iterable[Any], spec: Spec, options: DataOptions) -> Arrays:
+    """Pairs that come only once, written to the disk: every epoch needs them again, in another order.
+
+    The files are removed when the store is collected, or when this process ends; a forked worker leaves them alone.
+    """
+    base = Path(options.cache or tempfile.gettempdir())
+    with writable(base):
+        home = Path(tempfile.mkdtemp(prefix="oomguard-", dir=base))
+
+    def remove(pid: int) -> None:
+        if os.getpid() == pid:
+            shutil.rmtree(home, ignore_errors=True)
+
+    try:
+        lengths = _write_pairs(pairs, spec, options, home)
+        inputs, targets = Mapped.npy(home / "inputs.npy"), Mapped.npy(home / "targets.npy")
+    except BaseException:
+        remove(os.getpid())
+        raise
+    weakref.finalize(inputs, remove, os.getpid())
+    content = fingerprint(Path(inputs.path), Path(targets.path))
+    return Arrays(
+        inputs=inputs,
+        targets=targets,
+        borders=np.cumsum([0, *lengths]),
+        per_series=spec.head == "last-step",
+        checked=True,
+        about={"kind": "pairs", "path": type(pairs).__name__, "bytes": inputs.array.nbytes, "content": content},
+    )
+
+
+def _write_pairs(pairs: Iterable[Any], spec: Spec, options: DataOptions, home: Path) -> list[int]:
+    """Write all pairs into two arrays, and return the steps of each."""
+    lengths: list[int] = []
+    with (
+        Appended(home / "inputs.npy", None if spec.vocab is not None else spec.inputs) as inputs,
+        Appended(home / "targets.npy", None if spec.loss == "cross-entropy" else spec.classes) as targets,
+    ):
+        for number, item in enumerate(islice(pairs, options.limit)):
+            sequence, target = checked_pair(spec, item, options.nan, f"pair {number:,}")
+            inputs.append(sequence)
+            targets.append(target if spec.head == "per-step" else target[None])
+            lengths.append(len(sequence))
+    if not lengths:
+        raise no_data(f"the {type(pairs).__name__}")
+    return lengths

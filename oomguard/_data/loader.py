@@ -56,8 +56,8 @@ def collate(spec: Spec, pairs: Iterable[Pair], lengths: Ints) -> Microbatch:
     return Microbatch(inputs, targets, kept)
 
 
-def read_microbatch(source: Source, spec: Spec, sequences: Ints) -> Microbatch:
-    return collate(spec, (source[int(sequence)] for sequence in sequences), source.lengths[sequences])
+def read_microbatch(source: Source, sequences: Ints) -> Microbatch:
+    return collate(source.spec, (source[int(sequence)] for sequence in sequences), source.lengths[sequences])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -67,7 +67,7 @@ class Batch:
     position: Position  # where training is before this batch
     sequences: Ints
     loader: "Loader"
-    stream: "_Stream | None"
+    stream: "_Stream"
 
     @property
     def steps(self) -> int:
@@ -82,7 +82,7 @@ class Batch:
     @property
     def lost(self) -> str | None:
         """The error of a worker process that has died, if one has: since then this process reads everything."""
-        return None if self.stream is None else self.stream.lost
+        return self.stream.lost
 
     @property
     def after(self) -> Position:
@@ -92,8 +92,7 @@ class Batch:
 
     def microbatches(self) -> Iterator[Microbatch]:
         """The microbatches, each made when it is asked for. What workers have prepared is used the first time."""
-        parts = self.loader.order.microbatches(self.sequences)
-        yield from map(self.loader.read, parts) if self.stream is None else self.stream.take(self.position.done, parts)
+        return self.stream.take(self.position.done, self.loader.order.microbatches(self.sequences))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -126,17 +125,16 @@ class Loader:
         """The batches of an epoch, from a position on. What was done before it is not read."""
         start = start or Position()
         batches, ahead = tee(self.order.batches(start.epoch, start.done))
-        stream = _Stream(self, ahead) if self.workers and start.done < len(self) else None
+        stream = _Stream(self, ahead)
         try:
             for number, sequences in batches:
                 position = Position(epoch=start.epoch, done=number)
                 yield Batch(position=position, sequences=sequences, loader=self, stream=stream)
         finally:
-            if stream is not None:
-                stream.close()
+            stream.close()
 
     def read(self, sequences: Ints) -> Microbatch:
-        made = read_microbatch(self.source, self.spec, sequences)
+        made = read_microbatch(self.source, sequences)
         return Microbatch(made.inputs.pin_memory(), made.targets.pin_memory(), made.lengths) if self.pinned else made
 
 
@@ -144,22 +142,22 @@ Answer = tuple[int, Microbatch | MisuseError]
 """A message of a worker: the number of a batch, and one of its microbatches or the error in the data."""
 
 
+@dataclass(frozen=True)
 class _Reader(Dataset[Answer]):
     """Reads microbatches in a worker. Errors are returned, since PyTorch would turn them into RuntimeErrors."""
 
-    def __init__(self, source: Source, spec: Spec) -> None:
-        self.source, self.spec = source, spec
+    source: Source
 
     def __getitem__(self, key: tuple[int, Ints]) -> Answer:
         number, sequences = key
         try:
-            return number, read_microbatch(self.source, self.spec, sequences)
+            return number, read_microbatch(self.source, sequences)
         except MisuseError as error:
             return number, error
 
 
 class _Stream:
-    """The microbatches of the coming batches, prepared in order by workers that live as long as the epoch.
+    """The microbatches of the coming batches, prepared in order by workers (if any) that live as long as the epoch.
 
     The kernel may kill a worker to free memory. PyTorch handles SIGCHLD by raising an error in whatever code is running
     then, be it an update of the weights. So its handler is off while the workers run: the loss is noticed where a
@@ -169,9 +167,12 @@ class _Stream:
     def __init__(self, loader: Loader, batches: Iterator[tuple[int, Ints]]) -> None:
         self.loader, self.last = loader, -1
         self.lost: str | None = None
+        self.answers: Iterator[Answer] | None = None
+        if not loader.workers:
+            return
         keys = ((number, part) for number, batch in batches for part in loader.order.microbatches(batch))
         made: DataLoader[Answer] = DataLoader(
-            _Reader(loader.source, loader.spec),
+            _Reader(loader.source),
             batch_size=None,
             sampler=keys,
             num_workers=loader.workers,
@@ -179,7 +180,7 @@ class _Stream:
             pin_memory=loader.pinned,
             generator=torch.Generator(),  # its own, so that dropout draws the same numbers as without workers
         )
-        self.answers: Iterator[Answer] | None = iter(made)
+        self.answers = iter(made)
         self.handler = _handle_ended_children(signal.SIG_DFL)
 
     def take(self, number: int, parts: list[Ints]) -> Iterator[Microbatch]:
@@ -220,24 +221,16 @@ def _handle_ended_children(handler: Any) -> Any:
 
 
 def size_loader(
-    spec: Spec, candidate: Candidate, free_bytes: int, *, cores: int = 2, pinned: bool = False
+    spec: Spec, candidate: Candidate, free_bytes: int, *, cores: int = 2, pinned: bool = False, asked: int | None = None
 ) -> tuple[int, int]:
     """How many workers, and how many microbatches each prepares ahead, fit into `free_bytes` of shared host memory.
 
-    One core is left for the training. Prefetching less is tried before fewer workers.
+    One core is left for the training. Prefetching less is tried before fewer workers. Workers that the user has asked
+    for are all there, and prepare at least one microbatch each.
     """
-    for workers in range(min(MAX_WORKERS, cores - 1), 0, -1):
-        with_workers = msgspec.structs.replace(candidate, workers=workers)
-        prefetch = prefetch_within(spec, with_workers, free_bytes, pinned=pinned)
-        if prefetch is not None:
-            return workers, prefetch
-    return 0, candidate.prefetch
-
-
-def prefetch_within(spec: Spec, candidate: Candidate, free_bytes: int, *, pinned: bool = False) -> int | None:
-    """How many microbatches each of the candidate's workers can prepare ahead; None without room for one each."""
-    for prefetch in range(candidate.prefetch, 0, -1):
-        smaller = msgspec.structs.replace(candidate, prefetch=prefetch)
-        if smaller.workers * WORKER_BYTES + int(loader_bytes(spec, smaller, pinned=pinned)) <= free_bytes:
-            return prefetch
-    return None
+    for workers in [asked] if asked else range(min(MAX_WORKERS, cores - 1), 0, -1):
+        for prefetch in range(candidate.prefetch, 0, -1):
+            tried = msgspec.structs.replace(candidate, workers=workers, prefetch=prefetch)
+            if workers * WORKER_BYTES + int(loader_bytes(spec, tried, pinned=pinned)) <= free_bytes:
+                return workers, prefetch
+    return (asked, 1) if asked else (0, candidate.prefetch)

@@ -16,11 +16,10 @@ import numpy as np
 from oomguard._core.errors import MisuseError, shown
 from oomguard._core.system import run_elsewhere
 from oomguard._data import order
-from oomguard._data.files import map_array, open_array, open_text
+from oomguard._data.files import map_array, open_array, open_text, spool
 from oomguard._data.options import DataOptions, Format, check_used
-from oomguard._data.rows import Arrays, Items, Source, as_array, cut_sources, open_items, spool
+from oomguard._data.rows import Arrays, Items, Normaliser, Source, as_array, cut_sources, fit_normaliser, open_items
 from oomguard._data.source import Ints, no_data, unreadable
-from oomguard._data.values import Normaliser, fit_normaliser
 from oomguard._spec.read import make_spec
 from oomguard._spec.spec import MAX_SEQ, Spec, longest_seq
 
@@ -79,8 +78,7 @@ def open_data(data: Any, spec: Spec, options: DataOptions | None = None, normali
         )
     store = _open(data, spec, options)
     parts = cut_sources(store, spec, options, *_split(store, spec, options))
-    described = [part.describe() for part in parts]
-    missing = Missing(*(sum(about.get(name, 0) for about in described) for name in Missing._fields))
+    missing = Missing(*(sum(part.missing.get(name, 0) for part in parts) for name in Missing._fields))
     if isinstance(store, Items):
         missing = missing._replace(**store.left_out)
     if spec.vocab is not None or options.normalise == "none":
@@ -176,7 +174,8 @@ def _split(store: Arrays | Items, spec: Spec, options: DataOptions) -> list[orde
             advice="Use --split series.",
         )
     if how == "time":
-        sides = order.split_by_time(pieces, share)
+        middle = pieces.stops - np.rint(pieces.steps * share).astype(np.int64)
+        sides = pieces._replace(stops=middle), pieces._replace(starts=middle)
     elif store.long:
         sides = order.split_in_blocks(pieces, share, options.seed, least=spec.steps + store.ahead)
     else:

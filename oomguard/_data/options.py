@@ -1,12 +1,16 @@
-"""DataOptions: how the data is read. Frozen, checked when made, and unchanged by a round trip through JSON."""
+"""DataOptions: how the data is read. Frozen, checked when made, and unchanged by a round trip through JSON.
+
+Also the columns that are inputs and targets, which follow from the options and the spec.
+"""
 
 from collections import Counter
+from collections.abc import Collection
 from typing import Annotated, Literal
 
 import msgspec
 
-from oomguard._core.errors import Bounds, MisuseError, check_fields, flag, wrong
-from oomguard._spec.spec import MAX_SEQ
+from oomguard._core.errors import Bounds, MisuseError, check_fields, flag, nearest, wrong
+from oomguard._spec.spec import MAX_SEQ, Spec
 
 Format = Literal["npy", "csv", "parquet", "text"]
 Nan = Literal["error", "drop", "zero"]
@@ -107,3 +111,86 @@ def check_used(kind: str, options: DataOptions) -> None:
                 got=f"this data is {kind}",
                 advice=f"Leave {flag(name)} out, or give the data in that form.",
             )
+
+
+def choose_columns(
+    names: list[str], spec: Spec, options: DataOptions, path: object
+) -> tuple[list[str], list[str], int]:
+    """The columns that are inputs, those that are targets, and the steps that a target lies ahead.
+
+    With targets in another file, both are the inputs.
+    """
+    width = 1 if spec.vocab is not None else spec.inputs
+    inputs_alone = options.inputs_only or options.targets is not None
+    inputs = list(options.columns or _usual_inputs(names, width, spec, options))
+    known = dict.fromkeys(names)  # there may be a million
+    for name in (*inputs, *(() if inputs_alone else options.target or ())):
+        check_column(name, known, path)
+    if len(inputs) != width:
+        raise MisuseError(
+            rule=f"There must be as many input columns as the spec has features ({width})",
+            got=f"{path} has {len(inputs)}: {_listed(inputs)}",
+            advice=f"Set --features {len(inputs)}, or name the inputs as --columns.",
+        )
+    if inputs_alone:
+        return inputs, inputs, options.ahead or 0
+    targets = list(options.target or _usual_targets(names, inputs, spec, path))
+    if len(targets) != target_width(spec):
+        raise MisuseError(
+            rule=f"There must be as many target columns as the head gives ({target_width(spec)})",
+            got=f"{path} has {len(targets)}: {_listed(targets)}",
+            advice="Change --target or --outputs.",
+        )
+    return inputs, targets, int(not {*inputs}.isdisjoint(targets)) if options.ahead is None else options.ahead
+
+
+def _usual_inputs(names: list[str], width: int, spec: Spec, options: DataOptions) -> list[str]:
+    """The inputs if they are not named: the columns that are not targets, or all if only those are enough."""
+    targets = {*(options.target or ())}
+    rest = [name for name in names if name not in targets]
+    if options.inputs_only:
+        return (rest if len(rest) >= width else names)[:width]
+    if targets:
+        return names if len(rest) != width and len(names) == width else rest
+    has_targets = options.targets is None and len(names) == width + target_width(spec)
+    return names[:width] if has_targets else names
+
+
+def _usual_targets(names: list[str], inputs: list[str], spec: Spec, path: object) -> list[str]:
+    """The targets if they are not named: the columns that are not inputs, or the inputs of the next step."""
+    taken = {*inputs}
+    rest = [name for name in names if name not in taken]
+    if len(rest) == target_width(spec):
+        return rest
+    if forecasts(spec):
+        return inputs
+    raise MisuseError(
+        rule="Without --target the head must give as much as there is in the input, to predict the next step",
+        got=f"{path} has {len(inputs)} input columns, and the head gives {spec.classes}",
+        advice=f"Name a column as --target, or set --outputs {spec.vocab or spec.inputs}.",
+    )
+
+
+def forecasts(spec: Spec) -> bool:
+    """Whether the head gives what the input holds, so that the targets can be the next inputs."""
+    if spec.vocab is not None:
+        return spec.loss == "cross-entropy" and spec.classes == spec.vocab
+    return spec.loss == "mse" and spec.classes == spec.inputs
+
+
+def target_width(spec: Spec) -> int:
+    """Numbers of one target: one class, or all that the head gives."""
+    return 1 if spec.loss == "cross-entropy" else spec.classes
+
+
+def check_column(name: str, names: Collection[str], path: object) -> None:
+    if name not in names:
+        raise MisuseError(
+            rule="A column that is named must be in the file",
+            got=f"{path} has no column {name!r}",
+            advice=nearest(name, [*names][:50]),
+        )
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")

@@ -98,12 +98,6 @@ class Cuts:
         return replace(self, kept=np.flatnonzero(clean))
 
 
-def split_by_time(pieces: Pieces, share: float) -> tuple[Pieces, Pieces]:
-    """The first steps of every piece, and its last ones."""
-    middle = pieces.stops - np.rint(pieces.steps * share).astype(np.int64)
-    return Pieces(pieces.starts, middle, pieces.series), Pieces(middle, pieces.stops, pieces.series)
-
-
 def split_in_blocks(piece: Pieces, share: float, seed: int, least: int) -> tuple[Pieces, Pieces]:
     """One long series in blocks of at least `least` rows, some for validation. Adjacent blocks become one piece."""
     start, stop, series = (int(part[0]) for part in piece)

@@ -1,28 +1,22 @@
-"""Stores are opened data: the arrays of a file, or a map-style Dataset. A source is the sequences cut from a store.
-
-Pairs that come only once are written to the disk and become arrays.
+"""Stores are opened data: the arrays of a file, or a map-style Dataset. A source is the sequences cut from a store,
+normalised to mean 0 and standard deviation 1 if that is asked for.
 """
 
 import json
-import os
-import shutil
-import tempfile
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from oomguard._core.errors import MisuseError
-from oomguard._data.options import DataOptions, Nan
+from oomguard._data.options import DataOptions, Nan, target_width
 from oomguard._data.order import ONLY_ONE, Cuts, Pieces
-from oomguard._data.source import Appended, Array, Ints, Mapped, Pair, fingerprint, no_data, writable
-from oomguard._data.values import MISSING, Index, Normaliser, as_values, input_index, target_index, target_width
+from oomguard._data.source import MISSING, Array, Ints, Mapped, Pair, as_values, indices, no_data
 from oomguard._spec.spec import Spec
 
 
@@ -49,16 +43,14 @@ class Arrays(Store):
     """Directory with the id of each series and the place of each row in the user's file; None: series have no ids."""
 
     def pair(self, spec: Spec, nan: Nan, start: int, steps: int, series: int) -> Pair:
-        def read(mapped: Mapped, start: int, steps: int, index: Index | None) -> Array:
-            return as_values(mapped.rows(start, steps), index, nan, lambda row, *at: mapped.where(start + row, *at))
-
+        tokens, classes = indices(spec)
         last, first, count = spec.head == "last-step", start + self.ahead, steps
         if self.per_series:
             first, count = series, 1
         elif last:
             first, count = first + steps - 1, 1
-        inputs = read(self.inputs, start, steps, input_index(spec))
-        targets = read(self.targets, first, count, target_index(spec))
+        inputs = self.inputs.values(start, steps, tokens, nan)
+        targets = self.targets.values(first, count, classes, nan)
         return inputs, targets[0] if last else targets
 
     def nan_rows(self) -> Ints:
@@ -87,10 +79,71 @@ class Items(Store):
     left_out: dict[str, int]  # how many items have a NaN ("dropped") or no steps ("short")
 
     def pair(self, spec: Spec, nan: Nan, start: int, steps: int, series: int) -> Pair:
-        inputs, targets = _checked_pair(spec, self.dataset[series], nan, f"item {series:,}")
+        inputs, targets = checked_pair(spec, self.dataset[series], nan, f"item {series:,}")
         first = start - int(self.borders[series])
         kept = slice(first, first + steps)
         return inputs[kept], targets if spec.head == "last-step" else targets[kept]
+
+
+class Normaliser(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Mean and standard deviation of every feature, as plain numbers for JSON."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]  # standard deviation of each feature; 1 for a constant one, which becomes 0
+    target_mean: tuple[float, ...] | None = None  # mean of each target; None: targets are not normalised
+    target_std: tuple[float, ...] | None = None
+    steps: int  # time steps that they were computed from
+
+    def applied(self, pair: Pair) -> Pair:
+        inputs, targets = pair
+        inputs = ((inputs - np.array(self.mean)) / np.array(self.std)).astype(np.float32)
+        if self.target_mean is not None and self.target_std is not None:
+            targets = ((targets - np.array(self.target_mean)) / np.array(self.target_std)).astype(np.float32)
+        return inputs, targets
+
+    def restored(self, outputs: Array) -> Array:
+        """Outputs of the model in the units of the data."""
+        if self.target_mean is None or self.target_std is None:
+            return outputs
+        return outputs * np.array(self.target_std, np.float32) + np.array(self.target_mean, np.float32)
+
+
+class Moments:
+    """Count, mean and sum of squared deviations of numbers that come in blocks, in float64.
+
+    Blocks are merged as in Chan, Golub and LeVeque (1979), which stays exact for a mean far from 0.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean: NDArray[np.float64] = np.zeros(1)
+        self.squares: NDArray[np.float64] = np.zeros(1)
+
+    def add(self, block: Array) -> None:
+        rows = block.reshape(len(block), -1).astype(np.float64)
+        mean = rows.mean(axis=0)
+        total, shift = self.count + len(rows), mean - self.mean
+        self.squares = self.squares + ((rows - mean) ** 2).sum(axis=0) + shift**2 * (self.count * len(rows) / total)
+        self.mean = self.mean + shift * (len(rows) / total)
+        self.count = total
+
+    def result(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Mean and standard deviation of each column."""
+        std = np.sqrt(self.squares / self.count)
+        std = np.where(std > np.abs(self.mean) * 1e-12, std, 1.0)  # constant, but for rounding
+        return tuple(self.mean.tolist()), tuple(std.tolist())
+
+
+def fit_normaliser(pairs: Iterable[Pair], *, targets: bool) -> Normaliser:
+    """The normaliser of sequences that come one at a time. Steps of overlapping windows count as often as they come."""
+    of_inputs, of_targets = Moments(), Moments()
+    for sequence, target in pairs:
+        of_inputs.add(sequence)
+        if targets:
+            of_targets.add(target if target.ndim > 1 else target[None])
+    mean, std = of_inputs.result()
+    target_mean, target_std = of_targets.result() if targets else (None, None)
+    return Normaliser(mean=mean, std=std, target_mean=target_mean, target_std=target_std, steps=of_inputs.count)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -101,8 +154,7 @@ class Source:
     cuts: Cuts
     spec: Spec
     nan: Nan
-    truncated: int  # sequences that were cut
-    short: int  # series that were left out because they are too short to have a target
+    missing: dict[str, int]  # how many sequences were cut ("truncated") or left out ("dropped", "short")
     normaliser: Normaliser | None = None  # applied to each sequence that is read
 
     @cached_property
@@ -119,12 +171,9 @@ class Source:
 
     def describe(self) -> dict[str, Any]:
         """The kind and size of the data and the number of its sequences, as plain values for a checkpoint."""
-        left_out = {"dropped": self.cuts.total - len(self), "short": self.short}
-        if isinstance(self.store, Items):
-            left_out = self.store.left_out
-        counts = {"sequences": len(self), "steps": int(self.lengths.sum()), "truncated": self.truncated}
+        counts = {"sequences": len(self), "steps": int(self.lengths.sum())}
         scaled = {} if self.normaliser is None else {"normaliser": msgspec.to_builtins(self.normaliser)}
-        return self.store.about | counts | left_out | scaled
+        return self.store.about | counts | self.missing | scaled
 
     def origins(self) -> tuple[list[str], Callable[[int], list[Any]]]:
         """Names of columns that say where a sequence is from, and their values for a sequence."""
@@ -166,9 +215,10 @@ def cut_sources(store: Arrays | Items, spec: Spec, options: DataOptions, *sides:
             cuts = cuts.without(nan_rows)
         if not len(cuts):
             raise no_data(store.about["path"])
-        truncated = int(np.count_nonzero(surplus))
         short = int(np.count_nonzero((pieces.steps > 0) & (pieces.steps <= store.ahead)))
-        sources.append(Source(store=store, cuts=cuts, spec=spec, nan=options.nan, truncated=truncated, short=short))
+        left_out = {"dropped": cuts.total - len(cuts), "short": short} if isinstance(store, Arrays) else store.left_out
+        missing = {"truncated": int(np.count_nonzero(surplus)), **left_out}
+        sources.append(Source(store=store, cuts=cuts, spec=spec, nan=options.nan, missing=missing))
     return sources
 
 
@@ -195,7 +245,7 @@ def open_items(dataset: Any, spec: Spec, options: DataOptions) -> Items:
     if lengths is None:
         lengths = np.zeros(len(dataset), dtype=np.int64)
         for number in range(len(dataset)):
-            pair = _checked_pair(spec, dataset[number], options.nan, f"item {number:,}")
+            pair = checked_pair(spec, dataset[number], options.nan, f"item {number:,}")
             if not drop or all((np.isfinite(part) & (part != MISSING)).all() for part in pair):
                 lengths[number] = len(pair[0])
     lengths = np.maximum(0, np.asarray(lengths, dtype=np.int64))
@@ -210,7 +260,7 @@ def open_items(dataset: Any, spec: Spec, options: DataOptions) -> Items:
     )
 
 
-def _checked_pair(spec: Spec, item: Any, nan: Nan, name: str) -> Pair:
+def checked_pair(spec: Spec, item: Any, nan: Nan, name: str) -> Pair:
     """A pair of arrays as the model takes it, with the name of the item in every error."""
     if not isinstance(item, tuple | list) or len(item) != 2:
         raise MisuseError(
@@ -218,7 +268,7 @@ def _checked_pair(spec: Spec, item: Any, nan: Nan, name: str) -> Pair:
             got=f"{name} is {type(item).__name__}",
             advice="Give a pair of arrays or tensors.",
         )
-    inputs, targets = (as_array(part) for part in item)
+    (inputs, targets), (tokens, classes) = map(as_array, item), indices(spec)
     steps, per_step = len(inputs) if inputs.ndim else 0, spec.head == "per-step"
     wanted = (steps,) if spec.vocab is not None else (steps, spec.inputs)
     _check_shape(inputs, wanted, f"The inputs of {name}", "--features and --vocab")
@@ -231,8 +281,8 @@ def _checked_pair(spec: Spec, item: Any, nan: Nan, name: str) -> Pair:
         return f"{name}, step {row:,}, column {column}"
 
     targets = targets if per_step else targets.reshape(1, -1)
-    aimed = as_values(targets, target_index(spec), nan, lambda *at: f"the target of {place(*at)}")
-    return as_values(inputs, input_index(spec), nan, place), aimed if per_step else aimed[0]
+    aimed = as_values(targets, classes, nan, lambda *at: f"the target of {place(*at)}")
+    return as_values(inputs, tokens, nan, place), aimed if per_step else aimed[0]
 
 
 def as_array(part: Any) -> Array:
@@ -249,51 +299,3 @@ def _check_shape(array: Array, wanted: tuple[int, ...], what: str, flags: str) -
         got=f"they are {array.dtype}, {' x '.join(map(str, array.shape)) or 'a single one'}",
         advice=f"Check {flags}.",
     )
-
-
-def spool(pairs: Iterable[Any], spec: Spec, options: DataOptions) -> Arrays:
-    """Pairs that come only once, written to the disk: every epoch needs them again, in another order.
-
-    The files are removed when the store is collected, or when this process ends; a forked worker leaves them alone.
-    """
-    base = Path(options.cache or tempfile.gettempdir())
-    with writable(base):
-        home = Path(tempfile.mkdtemp(prefix="oomguard-", dir=base))
-
-    def remove(pid: int) -> None:
-        if os.getpid() == pid:
-            shutil.rmtree(home, ignore_errors=True)
-
-    try:
-        lengths = _write(pairs, spec, options, home)
-        inputs, targets = Mapped.npy(home / "inputs.npy"), Mapped.npy(home / "targets.npy")
-    except BaseException:
-        remove(os.getpid())
-        raise
-    weakref.finalize(inputs, remove, os.getpid())
-    content = fingerprint(Path(inputs.path), Path(targets.path))
-    return Arrays(
-        inputs=inputs,
-        targets=targets,
-        borders=np.cumsum([0, *lengths]),
-        per_series=spec.head == "last-step",
-        checked=True,
-        about={"kind": "pairs", "path": type(pairs).__name__, "bytes": inputs.array.nbytes, "content": content},
-    )
-
-
-def _write(pairs: Iterable[Any], spec: Spec, options: DataOptions, home: Path) -> list[int]:
-    """Write all pairs into two arrays, and return the steps of each."""
-    lengths: list[int] = []
-    with (
-        Appended(home / "inputs.npy", None if spec.vocab is not None else spec.inputs) as inputs,
-        Appended(home / "targets.npy", None if spec.loss == "cross-entropy" else spec.classes) as targets,
-    ):
-        for number, item in enumerate(islice(pairs, options.limit)):
-            sequence, target = _checked_pair(spec, item, options.nan, f"pair {number:,}")
-            inputs.append(sequence)
-            targets.append(target if spec.head == "per-step" else target[None])
-            lengths.append(len(sequence))
-    if not lengths:
-        raise no_data(f"the {type(pairs).__name__}")
-    return lengths

@@ -1,4 +1,5 @@
-"""Arrays in files: mapped into memory instead of read whole, and converted once.
+"""Arrays in files: mapped into memory instead of read whole, and converted once. Also the checks of their values, with
+the place of a wrong one.
 
 What is converted is in a directory of `.npy` files, complete or not there at all. They are not Arrow IPC files: a
 window may cross their record batches, and reading them would bring pyarrow (26 MiB) into the training and each of its
@@ -15,20 +16,26 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from oomguard._core.errors import MisuseError
 from oomguard._core.system import file_errors
+from oomguard._data.options import Nan
+from oomguard._spec.spec import Spec
 
 Array = NDArray[Any]
 Ints = NDArray[np.int64]
 Pair = tuple[Array, Array]
 """Inputs (steps x features in float32, or tokens in int64) and targets (for each step, or for the sequence)."""
 
+Where = Callable[[int, int], str]  # the place of a value, from its row in the block and its column
+
+MISSING = np.iinfo(np.int64).min  # what stands for NaN among tokens and classes, which are whole numbers
 CHUNK_ELEMENTS = 1 << 20  # elements that are looked at together when a whole file is scanned
 CHUNK_ROWS = 1 << 16  # rows that are moved at a time when series are brought together
 PRINT_BYTES = 1 << 20  # bytes of each end of a file or array that its fingerprint covers
@@ -76,6 +83,10 @@ class Mapped:
         if self.columns == tuple(range(first, end)):
             return block[:, first:end]
         return block[:, list(self.columns)]
+
+    def values(self, start: int, steps: int, index: "Index | None", nan: Nan) -> Array:
+        """Some rows of one series as the model takes them, checked."""
+        return as_values(self.rows(start, steps), index, nan, lambda row, *at: self.where(start + row, *at))
 
     def blocks(self) -> Iterator[tuple[int, Array]]:
         """All rows, some at a time, each block with the number of its first row."""
@@ -239,3 +250,61 @@ def _scatter(path: Path, codes: Mapped, cursors: Ints) -> None:
         let_go(grouped)
     grouped.flush()
     os.replace(grouped_path, path)
+
+
+class Index(NamedTuple):
+    """Values that are whole numbers from 0 to `below` - 1: tokens or classes."""
+
+    below: int
+    noun: str
+    flag: str
+
+
+def indices(spec: Spec) -> tuple[Index | None, Index | None]:
+    """The ranges of the spec's tokens and classes; None: its inputs, or its targets, are numbers."""
+    tokens = None if spec.vocab is None else Index(spec.vocab, "A token", "--vocab")
+    return tokens, Index(spec.classes, "A target", "--outputs") if spec.loss == "cross-entropy" else None
+
+
+def as_values(block: Array, index: Index | None, nan: Nan, where: Where) -> Array:
+    """Rows x columns in float32, or tokens or classes in int64; always a copy."""
+    if index is not None:
+        return _as_indices(np.asarray(block).reshape(len(block)), index, nan, where)
+    with np.errstate(over="ignore"):  # what is too large for float32 becomes infinite
+        numbers = np.array(block, dtype=np.float32, order="C").reshape(len(block), -1)
+    # the fastest test, without a mask; squares may overflow as well
+    if nan != "drop" and not isfinite(np.vdot(numbers, numbers)):
+        bad = ~np.isfinite(numbers)
+        if nan == "error" and bad.any():
+            row, column = (int(place) for place in np.argwhere(bad)[0])
+            raise wrong_value(where(row, column), numbers[row, column], None)
+        numbers[bad] = 0
+    return numbers
+
+
+def _as_indices(values: Array, index: Index, nan: Nan, where: Where) -> Ints:
+    """Int64, all within the range. NaN is an error, or `MISSING` for "drop"; never 0, which is a token too."""
+    with np.errstate(invalid="ignore"):  # NaN has no whole number; it is found below
+        numbers = values.astype(np.int64)
+    if values.dtype.kind in "iub" and (not len(values) or (values.min() >= 0 and values.max() < index.below)):
+        return numbers
+    bad = (numbers != values) | (numbers < 0) | (numbers >= index.below)
+    if nan == "drop":
+        gone = ~np.isfinite(values)
+        numbers[gone], bad = MISSING, bad & ~gone
+    if bad.any():
+        row = int(bad.argmax())
+        raise wrong_value(where(row, 0), values[row], index)
+    return numbers
+
+
+def wrong_value(place: str, value: Any, index: Index | None) -> MisuseError:
+    """The error for a number that is not finite (index None), or for what is not a token or a class."""
+    if index is None:
+        rule, change = "Numbers in the data must be finite", "use --nan drop (leave such sequences out) or --nan zero"
+    else:
+        rule = f"{index.noun} must be a whole number from 0 to {index.below - 1:,}"
+        change = "use --nan drop (leave such sequences out); --nan zero is for numbers only"
+        if isfinite(float(value)):
+            change = f"change {index.flag}"
+    return MisuseError(rule=rule, got=f"{place} is {value}", advice=f"Correct the data, or {change}.")

@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from csv import Error as CellError
 from csv import reader as read_cells
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,8 +20,8 @@ from numpy.typing import NDArray
 from pyarrow import csv, parquet
 
 from oomguard._core.errors import MisuseError
-from oomguard._data import values
-from oomguard._data.options import DataOptions
+from oomguard._data import source
+from oomguard._data.options import DataOptions, check_column, choose_columns
 from oomguard._data.rows import Arrays
 from oomguard._data.source import Appended, Ints, Mapped, cached, fingerprint, group_rows, no_data, unreadable
 from oomguard._spec.spec import Spec
@@ -48,24 +47,24 @@ class Part(NamedTuple):
 
     file: str
     names: list[str]
-    range: values.Index | None  # the range of tokens or classes; None: the columns are numbers
+    range: source.Index | None  # the range of tokens or classes; None: the columns are numbers
 
 
 def open_table(path: Path, kind: str, spec: Spec, options: DataOptions) -> Arrays:
     """A table as a store. The first time, all of it is read."""
     table = _read_header(path, kind)
     if options.id is not None:
-        values.check_column(options.id, table.names, path)
+        check_column(options.id, table.names, path)
     names = [name for name in table.names if name != options.id]
-    input_names, target_names, ahead = values.choose_columns(names, spec, options, path)
+    input_names, target_names, ahead = choose_columns(names, spec, options, path)
     parts = _layout(input_names, target_names, spec)
     settings = {"parts": parts, "id": options.id}
-    home, about = cached(path, options.cache, settings, partial(_convert, table, parts, options.id))
+    home, about = cached(path, options.cache, settings, _Reader(table, parts, options.id).convert)
     for part in parts:
         refused = options.nan == "error" or (options.nan == "zero" and part.range is not None)
         if refused and part.file in about["nan"]:
             place, value = about["nan"][part.file]
-            raise values.wrong_value(place, value, part.range)
+            raise source.wrong_value(place, value, part.range)
     inputs, targets = _map(home, parts[0], input_names), _map(home, parts[-1], target_names)
     rows, size_bytes = len(inputs.array), path.stat().st_size
     return Arrays(
@@ -83,7 +82,7 @@ def open_table(path: Path, kind: str, spec: Spec, options: DataOptions) -> Array
 
 def _layout(inputs: list[str], targets: list[str], spec: Spec) -> list[Part]:
     """Inputs and targets share an array if both are numbers, or the same column of tokens."""
-    tokens, classes = values.input_index(spec), values.target_index(spec)
+    tokens, classes = source.indices(spec)
     if tokens is None and classes is None:
         return [Part("numbers.npy", list(dict.fromkeys([*inputs, *targets])), None)]
     if tokens is not None and classes is not None and inputs == targets:
@@ -159,42 +158,41 @@ def _batches(table: Table, wanted: list[str], id_column: str | None) -> Iterator
         yield from reader
 
 
-def _convert(table: Table, parts: list[Part], id_column: str | None, home: Path) -> dict[str, Any]:
-    """Write the arrays; returns the place and the value of the first NaN of each, if it has one."""
-    wanted = list(dict.fromkeys(name for part in parts for name in part.names))
-    forms = [(part.file, len(part.names) if part.range is None else None) for part in parts]
-    if id_column is not None:
-        wanted.append(id_column)
-        forms += [("codes.npy", None), ("places.npy", None)]
-    reader = _Reader(table, parts, id_column)
-    with ExitStack() as stack:
-        arrays = [stack.enter_context(Appended(home / name, width)) for name, width in forms]
-        try:
-            for batch in _batches(table, wanted, id_column):
-                for array, block in zip(arrays, reader.blocks(batch), strict=True):
-                    array.append(block)
-        except pa.ArrowException as error:
-            raise _parse_error(table, str(error)) from None
-    if not reader.rows:
-        raise no_data(table.path)
-    borders = np.array([0, reader.rows], dtype=np.int64)
-    if id_column is not None:
-        paths = [*(home / part.file for part in parts), home / "places.npy"]
-        borders = group_rows(paths, home / "codes.npy", len(reader.series))
-        (home / "ids.json").write_text(json.dumps([*reader.series], default=str))
-    np.save(home / "borders.npy", borders)
-    return {"nan": reader.nan}
-
-
 class _Reader:
-    """Turns batches of rows into checked blocks, one for each array. Of the ids, each is in memory once."""
+    """Turns a table into arrays, some rows at a time. Of the ids, each is in memory once."""
 
     def __init__(self, table: Table, parts: list[Part], id_column: str | None) -> None:
         self.table, self.parts, self.id_column, self.rows = table, parts, id_column, 0
         self.nan: dict[str, tuple[str, str]] = {}  # place and value of the first NaN of each array
         self.series: dict[Any, int] = {}  # number of each series by its id, in the order in which they come up
 
-    def blocks(self, batch: pa.RecordBatch) -> list[NDArray[Any]]:
+    def convert(self, home: Path) -> dict[str, Any]:
+        """Write the arrays; returns the place and the value of the first NaN of each, if it has one."""
+        wanted = list(dict.fromkeys(name for part in self.parts for name in part.names))
+        forms = [(part.file, len(part.names) if part.range is None else None) for part in self.parts]
+        if self.id_column is not None:
+            wanted.append(self.id_column)
+            forms += [("codes.npy", None), ("places.npy", None)]
+        with ExitStack() as stack:
+            arrays = [stack.enter_context(Appended(home / name, width)) for name, width in forms]
+            try:
+                for batch in _batches(self.table, wanted, self.id_column):
+                    for array, block in zip(arrays, self._blocks(batch), strict=True):
+                        array.append(block)
+            except pa.ArrowException as error:
+                raise _parse_error(self.table, str(error)) from None
+        if not self.rows:
+            raise no_data(self.table.path)
+        borders = np.array([0, self.rows], dtype=np.int64)
+        if self.id_column is not None:
+            paths = [*(home / part.file for part in self.parts), home / "places.npy"]
+            borders = group_rows(paths, home / "codes.npy", len(self.series))
+            (home / "ids.json").write_text(json.dumps([*self.series], default=str))
+        np.save(home / "borders.npy", borders)
+        return {"nan": self.nan}
+
+    def _blocks(self, batch: pa.RecordBatch) -> list[NDArray[Any]]:
+        """The checked rows of a batch for each array."""
         blocks: list[NDArray[Any]] = [self._checked(batch, part) for part in self.parts]
         if self.id_column is not None:
             first = self.rows + self.table.first_row
@@ -209,9 +207,9 @@ class _Reader:
         def where(row: int, column: int) -> str:
             return self._place(row, part.names[column])
 
-        checked = values.as_values(block, part.range, "drop", where)
+        checked = source.as_values(block, part.range, "drop", where)
         # in float32, a number that is too large for it is infinite
-        bad = ~np.isfinite(checked) if part.range is None else (checked == values.MISSING)[:, None]
+        bad = ~np.isfinite(checked) if part.range is None else (checked == source.MISSING)[:, None]
         if part.file not in self.nan and bad.any():
             row, column = (int(place) for place in np.argwhere(bad)[0])
             self.nan[part.file] = (where(row, column), str(block[row, column]))

@@ -6,7 +6,6 @@ Here are the guard and its attempts. `ladder.py` has the rungs and detects memor
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any, TypeVar, overload
 
 import torch
@@ -231,9 +230,7 @@ class Attempt(AbstractContextManager["Attempt"]):
         self.agreed: list[int] | None = None
         """The largest over all processes of: outcome, memory is tight, stay on this rung. None: not entered."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         guard, status = self.guard, DONE
         if error is None:
             self.pressure = guard.watch.check()

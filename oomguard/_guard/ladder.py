@@ -3,6 +3,7 @@
 `Watch` detects between steps that memory gets tight, before an allocation fails.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from time import monotonic
@@ -119,7 +120,7 @@ class Watch:
     device: Device
     limit_bytes: int | None = None  # the user's own budget; None: only the device's limits count
     peak_bytes: int = 0  # the largest peak so far
-    _next: float = 0.0
+    _checked_at: float = -math.inf
     _swapped_bytes: int = 0  # how much of this process was swapped out when it last counted
     _others_bytes: int | None = None  # memory of the card that others held at the last report, or less since
 
@@ -128,7 +129,7 @@ class Watch:
         self._swapped_bytes = self.device.reading().swapped_bytes
         self._taken_by_others(self.device.budget().binding)
         self.device.reset()
-        self._next = monotonic() + self._pause
+        self._checked_at = monotonic()
 
     def end(self) -> None:
         """Read the peak once more."""
@@ -136,9 +137,10 @@ class Watch:
 
     def check(self) -> Pressure | None:
         """Why memory is tight; None if it is not, or if the last check was too recent."""
-        if monotonic() < self._next:
+        now = monotonic()
+        if now < self._checked_at + PAUSE_SECONDS[self.device.name.partition(":")[0]]:
             return None
-        self._next = monotonic() + self._pause
+        self._checked_at = now
         reading = self.device.reading()
         self.peak_bytes = max(self.peak_bytes, reading.peak_bytes)
         self.device.reset()
@@ -148,10 +150,6 @@ class Watch:
         """The largest peak that a step may have now."""
         free_bytes = self.device.budget().limit_bytes
         return min(free_bytes, self.limit_bytes or free_bytes)
-
-    @property
-    def _pause(self) -> float:
-        return PAUSE_SECONDS[self.device.name.partition(":")[0]]
 
     def _judge(self, reading: Reading) -> Pressure | None:
         peak_bytes, swapped_bytes = reading.peak_bytes, reading.swapped_bytes - self._swapped_bytes

@@ -60,21 +60,18 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not (is_number and 0 < value < math.inf) and not (name == "clip" and value is None):
                 raise wrong(name, "a number above 0", value, "Write it as 0.001.")
-        if self.save_steps == self.save_seconds == math.inf:
+        if self.save_interval == (math.inf, math.inf):
             raise wrong("save_every", "a number of steps or a duration", self.save_every, "Write it as 500 or 10min.")
 
     @property
-    def save_steps(self) -> float:
-        """Optimizer steps between two checkpoints; infinite if `save_every` is a duration."""
+    def save_interval(self) -> tuple[float, float]:
+        """Optimizer steps and seconds between two checkpoints: the one that `save_every` does not say is infinite."""
         text = str(self.save_every)
-        return int(text) if text.isdecimal() and 0 < int(text) <= _COUNT.high else math.inf
-
-    @property
-    def save_seconds(self) -> float:
-        """Seconds between two checkpoints; infinite if `save_every` is a number of steps."""
+        if text.isdecimal():
+            return int(text) if 0 < int(text) <= _COUNT.high else math.inf, math.inf
         with suppress(MisuseError):
-            return math.inf if str(self.save_every).isdecimal() else parse_seconds(str(self.save_every))
-        return math.inf
+            return math.inf, parse_seconds(text)
+        return math.inf, math.inf
 
     def total_steps(self, per_epoch: int) -> int:
         """Optimizer steps in all, given those of one epoch."""

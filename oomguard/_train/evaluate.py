@@ -57,7 +57,7 @@ def validate(model: Recurrent, source: Source, candidate: Candidate, ranks: Rank
     """The mean loss over all real targets of a source."""
 
     def loss_of(sequences: Ints) -> tuple[float, int]:
-        batch = read_microbatch(source, model.spec, sequences)
+        batch = read_microbatch(source, sequences)
         return float(evaluate(model, batch, candidate)), count_targets(model.spec, batch)
 
     total, targets = 0.0, 0
@@ -111,7 +111,7 @@ def run_prediction(
         advice = "Leave --probabilities out."
         raise MisuseError(rule="Probabilities need classes", got="this run predicts numbers", advice=advice)
     classes = spec.loss == "cross-entropy" and not probabilities
-    source, source_spec = _open_inputs(data, spec, state, options)
+    source = _open_inputs(data, spec, state, options)
     target_device = open_device(plan.where.device if device is None else device)
     network = build_model(model or state.model, spec).to(target_device.name)
     load_weights(checkpoint, network)
@@ -119,7 +119,7 @@ def run_prediction(
     target_device.settle(candidate)
 
     def predict(sequences: Ints) -> Array:
-        values = outputs(network, read_microbatch(source, source_spec, sequences), candidate)
+        values = outputs(network, read_microbatch(source, sequences), candidate)
         if spec.loss == "cross-entropy":
             values = values.softmax(-1) if probabilities else values.argmax(-1)
         array: Array = values.numpy()
@@ -143,11 +143,8 @@ def find_checkpoint(run: Path) -> Checkpoint:
     return checkpoint
 
 
-def _open_inputs(data: Any, spec: Spec, state: TrainState, options: Mapping[str, Any]) -> tuple[Source, Spec]:
-    """The data, with the spec to read it by.
-
-    A file or an array may lack targets, so its inputs are read in their place; a Dataset and pairs have targets.
-    """
+def _open_inputs(data: Any, spec: Spec, state: TrainState, options: Mapping[str, Any]) -> Source:
+    """The data. A file or an array may lack targets, so its inputs are read in their place."""
     normaliser = state.normaliser
     # the training's vocabulary: a token stands for the same character, whatever the new file contains
     changes = {"validation": 0.0, "vocabulary": state.data.get("vocabulary")} | {**options}
@@ -158,7 +155,7 @@ def _open_inputs(data: Any, spec: Spec, state: TrainState, options: Mapping[str,
         if normaliser is not None:
             normaliser = msgspec.structs.replace(normaliser, target_mean=None, target_std=None)
     source = open_source(data, spec, msgspec.structs.replace(state.data_options, **changes))
-    return replace(source, normaliser=normaliser), spec
+    return replace(source, normaliser=normaliser)
 
 
 def _write_array(blocks: Blocks, source: Source, spec: Spec, output: str | None, *, classes: bool) -> Array | Path:

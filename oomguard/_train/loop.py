@@ -124,21 +124,17 @@ class Trainer:
             began = perf_counter()
             outcome = self.step(batch)
             self._finish_step(batch, outcome, batch.steps / (perf_counter() - began))
-            if batch.lost is not None:
-                self._drop_worker(batch.lost)
-            steps, seconds = self.state.step - self._saved_step, monotonic() - self._saved_at
-            if steps >= options.save_steps or seconds >= options.save_seconds:
+            if batch.lost is not None:  # one worker less: memory is probably short, and the next would be killed too
+                self.loaders = [replace(loader, workers=loader.workers - 1) for loader in self.loaders]
+                left = self.loaders[0].workers
+                reason = f"A process that loads data was lost ({batch.lost}). Its work was done here; {left} are left."
+                self.guard.tell("worker", reason, workers=left)
+            most_steps, most_seconds = options.save_interval
+            if self.state.step - self._saved_step >= most_steps or monotonic() - self._saved_at >= most_seconds:
                 self.save()
             # workers are started again if one was lost, or if they prepare microbatches of another rung
             if self._ended() is not None or (loader.workers and loader is not self.loaders[self.guard.rung]):
                 return
-
-    def _drop_worker(self, message: str) -> None:
-        """Continue with one worker less: most likely memory is short, and the next one would be killed as well."""
-        self.loaders = [replace(loader, workers=loader.workers - 1) for loader in self.loaders]
-        left = self.loaders[0].workers
-        reason = f"A process that loads data was lost ({message}). Its work was done here; {left} are left."
-        self.guard.tell("worker", reason, workers=left)
 
     def step(self, batch: Batch) -> Outcome:
         """Make one optimizer step; the guard repeats it on a lower rung if memory runs out."""
@@ -156,18 +152,16 @@ class Trainer:
 
     def _accumulate(self, batch: Batch) -> torch.Tensor:
         """Add up the gradient of this process's share of a batch; returns the loss."""
-        training, loss = self.training, torch.zeros((), device=self.training.model.device)
-        if len(self.ranks.share(batch.sequences)):
-            loss = accumulate(training, self._microbatches(batch), batch.targets, self._candidate_for)
+        training, loader, share = self.training, self.loaders[self.guard.rung], self.ranks.share(batch.sequences)
+        if batch.loader is loader and self.ranks.world == 1:  # then workers may have prepared the microbatches
+            microbatches = batch.microbatches()
+        else:
+            microbatches = map(loader.read, loader.order.microbatches(share))
+        loss = torch.zeros((), device=training.model.device)
+        if len(share):
+            loss = accumulate(training, microbatches, batch.targets, self._candidate_for)
         self.ranks.complete_gradients(training.model)
         return loss
-
-    def _microbatches(self, batch: Batch) -> Iterator[Microbatch]:
-        """The microbatches of the current rung, prepared by workers or read here."""
-        loader = self.loaders[self.guard.rung]
-        if batch.loader is loader and self.ranks.world == 1:
-            return batch.microbatches()
-        return map(loader.read, loader.order.microbatches(self.ranks.share(batch.sequences)))
 
     def _candidate_for(self, batch: Microbatch) -> Candidate:
         return self.guard.current.candidate_for(batch.inputs.shape[self.training.model.time_dim])
@@ -256,10 +250,8 @@ class Trainer:
 @contextmanager
 def _collect_signals(received: list[int]) -> Iterator[None]:
     """Let Ctrl-C and SIGTERM end the training after the current step; a second signal ends it at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    can_handle = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM) if can_handle}
 
     def handle(number: int, _: Any) -> None:
         received.append(number)

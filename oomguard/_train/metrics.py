@@ -45,8 +45,14 @@ class Metrics:
             if value is not None
         }
         row = ",".join([str(step), *(repr(numbers[name]) if name in numbers else "" for name in COLUMNS)])
-        with file_errors(_RULE, self.path):
-            self._append(row)
+        with file_errors(_RULE, self.path), opened(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT) as file:
+            size_bytes = os.fstat(file).st_size
+            header = "" if size_bytes else f"{_HEADER}\n"
+            try:
+                write_all(file, f"{header}{row}\n".encode())
+            except OSError:
+                os.ftruncate(file, size_bytes)  # the disk is full: the next row must not continue half of this one
+                raise
         if self._writer is not None:
             for name, number in numbers.items():
                 self._writer.add_scalar(name, number, step)
@@ -83,17 +89,6 @@ class Metrics:
         kept = [row for row in intact if int(row.partition(",")[0]) <= last_step]
         if half_line or len(kept) < len(rows):
             replace_content(self.path, "".join(f"{line}\n" for line in [header, *kept] if line).encode())
-
-    def _append(self, row: str) -> None:
-        """Write the whole row or nothing of it."""
-        with opened(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT) as file:
-            size_bytes = os.fstat(file).st_size
-            header = "" if size_bytes else f"{_HEADER}\n"
-            try:
-                write_all(file, f"{header}{row}\n".encode())
-            except OSError:
-                os.ftruncate(file, size_bytes)  # the disk is full: the next row must not continue half of this one
-                raise
 
 
 def _open_tensorboard(directory: Path, last_step: int) -> "SummaryWriter":

@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from oomguard._core.errors import MisuseError, TornUpdateError, flag, shown
-from oomguard._data.loader import Loader, prefetch_within, size_loader
+from oomguard._data.loader import Loader, size_loader
 from oomguard._data.open import check_data, open_data
 from oomguard._data.options import DataOptions
 from oomguard._device import Device, open_device
@@ -187,11 +187,9 @@ def _loader(config: TrainConfig, device: Device) -> Loader:
     workers, prefetch = candidate.workers if options.workers is None else options.workers, candidate.prefetch
     if config.ranks.world > 1:
         workers = 0
-    elif cuda and options.workers is None and not workers:
-        workers, prefetch = size_loader(plan.spec, candidate, _loader_room_bytes(plan), cores=cores(), pinned=True)
-    elif options.workers:
-        asked = msgspec.structs.replace(candidate, workers=workers)
-        prefetch = prefetch_within(plan.spec, asked, _loader_room_bytes(plan), pinned=cuda) or 1
+    elif options.workers or (cuda and options.workers is None and not workers):
+        room_bytes, asked = _loader_room_bytes(plan), options.workers
+        workers, prefetch = size_loader(plan.spec, candidate, room_bytes, cores=cores(), pinned=cuda, asked=asked)
     return Loader(
         source=config.data.train,
         spec=plan.spec,

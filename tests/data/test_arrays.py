@@ -15,8 +15,7 @@ from oomguard._data.open import check_source, open_data, open_source
 from oomguard._data.options import DataOptions
 from oomguard._data.order import Cuts, whole
 from oomguard._data.rows import Source
-from oomguard._data.source import fingerprint
-from oomguard._data.values import as_values
+from oomguard._data.source import as_values, fingerprint
 
 
 def test_numbers_whose_squares_overflow_are_numbers_all_the_same() -> None:

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from oomguard._data.open import open_data
 from oomguard._data.options import DataOptions
-from oomguard._data.rows import Source
+from oomguard._data.rows import Moments, Normaliser, Source
 from oomguard._data.source import Array
-from oomguard._data.values import Moments, Normaliser
 
 
 def noise(*shape: int) -> Array:

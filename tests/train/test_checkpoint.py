@@ -18,7 +18,7 @@ from trainings import PLAIN, STEPS, load_newest, new_training, spec_of, state_bi
 from oomguard._core.errors import MisuseError
 from oomguard._data.options import DataOptions
 from oomguard._data.order import Position
-from oomguard._data.values import Normaliser
+from oomguard._data.rows import Normaliser
 from oomguard._guard.ladder import LadderPosition
 from oomguard._rnn.model import build
 from oomguard._spec.spec import Spec
