@@ -46,9 +46,15 @@ _UNFINISHED = ".unfinished-"
 """Prefix of directories that are being written or removed. The next save removes what a kill left."""
 _NAME = re.compile(r"step-\d{8,}-save-\d{4,}")
 _RULE = "Checkpoints need a readable and writable directory"
-Checksum = dict[str, Any]  # sha256 and size_bytes of a file
 _NOT_IN_WEIGHTS = ("seq", "lengths", "batch", "optimizer", "loss", "packed", "batch_first", "sparse_embedding")
 """Fields of a spec that do not affect the shape of the weights."""
+
+
+class Checksum(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Identifies the content of a file."""
+
+    sha256: str
+    size_bytes: int
 
 
 class TrainState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,13 +103,7 @@ def save(directory: str | os.PathLike[str], training: Training, state: TrainStat
     advice = f"Give a directory with {size} free that you can write to. Older checkpoints are intact."
     with file_errors(_RULE, home, advice):
         path = _write(home, tensors, content)
-    for old in _list(home)[keep:]:
-        unfinished = old.with_name(f"{_UNFINISHED}{old.name}")
-        try:
-            os.replace(old, unfinished)  # first, so that half a checkpoint never has a checkpoint's name
-            shutil.rmtree(unfinished)
-        except OSError as error:  # only a warning, since the new one is safe
-            warnings.warn(f"{old}: an old checkpoint could not be removed ({error.strerror}).", stacklevel=2)
+    _remove_old(home, keep)
     return path
 
 
@@ -143,12 +143,23 @@ def _write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> Checksum:
             size_bytes += len(piece)
             del piece  # otherwise it stays in host memory while the next tensor comes from the card
         os.fsync(file)
-    return {"sha256": digest.hexdigest(), "size_bytes": size_bytes}
+    return Checksum(sha256=digest.hexdigest(), size_bytes=size_bytes)
 
 
 def checksum_of(path: Path) -> Checksum:
     with path.open("rb") as file:
-        return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "size_bytes": file.tell()}
+        return Checksum(sha256=hashlib.file_digest(file, "sha256").hexdigest(), size_bytes=file.tell())
+
+
+def _remove_old(home: Path, keep: int) -> None:
+    """Remove all but the newest checkpoints. A failure is only a warning, since the new one is safe."""
+    for path in _list(home)[keep:]:
+        unfinished = path.with_name(f"{_UNFINISHED}{path.name}")
+        try:
+            os.replace(path, unfinished)  # first, so that half a checkpoint never has a checkpoint's name
+            shutil.rmtree(unfinished)
+        except OSError as error:
+            warnings.warn(f"{path}: an old checkpoint could not be removed ({error.strerror}).", stacklevel=3)
 
 
 def _list(home: Path) -> list[Path]:

@@ -30,8 +30,24 @@ _DTYPES = {
 _ALIGNED_BYTES = 8  # safetensors 0.8, lib.rs: the header is padded with spaces, so that the tensors are aligned
 
 
-Entry = dict[str, Any]
-"""An entry of the optimizer's state by its type: `dense` and `sparse` tensors are in the file, `plain` has a value."""
+class Dense(msgspec.Struct, frozen=True, tag="dense"):
+    """A tensor of the optimizer's state; its content is in the file."""
+
+
+class Sparse(msgspec.Struct, frozen=True, kw_only=True, tag="sparse"):
+    """A sparse tensor of the optimizer's state; its indices and values are in the file."""
+
+    size: list[int]
+    coalesced: bool  # Whether each index occurs once. The rounding of the next addition depends on it.
+
+
+class Plain(msgspec.Struct, frozen=True, kw_only=True, tag="plain"):
+    """An entry of the optimizer's state that is not a tensor."""
+
+    value: Any
+
+
+Entry = Dense | Sparse | Plain
 
 
 class OptimizerState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,13 +83,12 @@ def weights(model: torch.nn.Module) -> dict[str, Tensor]:
 def _describe(name: str, value: object, tensors: dict[str, Tensor]) -> Entry:
     """Put a tensor of the optimizer's state among the tensors and return its description."""
     if not isinstance(value, Tensor):
-        return {"type": "plain", "value": value}
+        return Plain(value=value)
     if value.layout is not torch.sparse_coo:
         tensors[name] = value
-        return {"type": "dense"}
+        return Dense()
     tensors[f"{name}.indices"], tensors[f"{name}.values"] = value._indices(), value._values()
-    # whether each index occurs once decides how the next addition rounds
-    return {"type": "sparse", "size": [*value.shape], "coalesced": value.is_coalesced()}
+    return Sparse(size=[*value.shape], coalesced=value.is_coalesced())
 
 
 class TensorFile:
@@ -140,13 +155,12 @@ def _device_of(training: Training, group: dict[str, Any], parameter: Tensor, key
 
 
 def _rebuild(name: str, entry: Entry, file: TensorFile, device: torch.device) -> object:
-    if entry["type"] == "plain":
-        return entry["value"]
-    if entry["type"] == "dense":
+    if isinstance(entry, Plain):
+        return entry.value
+    if isinstance(entry, Dense):
         return file.read(name).to(device, copy=True)
     indices, values = (file.read(f"{name}.{part}").to(device, copy=True) for part in ("indices", "values"))
-    once = entry["coalesced"]
-    return torch.sparse_coo_tensor(indices, values, entry["size"], is_coalesced=once, check_invariants=False)
+    return torch.sparse_coo_tensor(indices, values, entry.size, is_coalesced=entry.coalesced, check_invariants=False)
 
 
 def file_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
