@@ -156,8 +156,9 @@ def _plan(*, device: str = "cpu", output: str = "plan.json", json: bool = False,
     from oomguard._api import find_feasible_config
     from oomguard._plan.store import save_plan
     from oomguard._plan.value import NothingFitsError
-    from oomguard._report.plan import plan_json, shortfall_json, show_result, show_shortfall
+    from oomguard._report.plan import explain_shortfall, plan_json, shortfall_json, show_result
     from oomguard._report.progress import live
+    from oomguard._report.tables import show_sections
 
     spec, fixed = parsing.read_planned(values)
     options = parsing.read_options(values, [flags.BUDGET, *flags.SEARCH])
@@ -167,7 +168,7 @@ def _plan(*, device: str = "cpu", output: str = "plan.json", json: bool = False,
             plan = find_feasible_config(device=device, progress=progress, **options, **fixed)
     except NothingFitsError as error:
         shortfall = error.shortfall
-        text = partial(show_shortfall, shortfall, spec, device)
+        text = partial(show_sections, explain_shortfall(shortfall, spec, device), first_style="bold red")
         return _answer(json, lambda: shortfall_json(shortfall), text, DOES_NOT_FIT)
     try:
         path, code = save_plan(plan, output), FITS

@@ -1,6 +1,5 @@
 """`oomguard tradeoffs`: a table with one row per candidate, as a DataFrame, JSON, files, and text in a terminal."""
 
-import io
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -95,12 +94,9 @@ def save(subject: Subject, table: pd.DataFrame, output: str, curve: str | None) 
     """Write the table or curves, by the suffix of the file."""
     path = Path(output)
     suffix = path.suffix.lower()
-    if suffix == ".csv":
-        return write_file(path, table.to_csv(index=False).encode(), "A table")
-    if suffix == ".parquet":
-        buffer = io.BytesIO()
-        table.to_parquet(buffer, index=False)
-        return write_file(path, buffer.getvalue(), "A table")
+    if suffix in (".csv", ".parquet"):
+        content = table.to_csv(index=False).encode() if suffix == ".csv" else table.to_parquet(index=False)
+        return write_file(path, content, "A table")
     from oomguard._report.page import save_curves  # imports Matplotlib, for which a table must not wait
 
     if suffix == ".png":
