@@ -43,12 +43,10 @@ def shortfall_json(shortfall: Shortfall) -> dict[str, Any]:
 
 def show_result(plan: Plan, path: Path | None, console: "Console") -> None:
     """Print the result in a few lines, where the plan was written, and how to see more."""
-    say = printer(console)
     result, evidence = summarize(plan)
-    show_sections([result], console)
-    for line in evidence.sentences:
-        say(line)
+    show_sections([msgspec.structs.replace(result, sentences=result.sentences + evidence.sentences)], console)
     if path is not None:
+        say = printer(console)
         say("")
         say(f"Written to {path}. Everything about it: oomguard show {path}")
 
