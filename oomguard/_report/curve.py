@@ -95,9 +95,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
 
         return save_curves([self], path)
 
-    def _repr_mimebundle_(
-        self, include: object = None, exclude: object = None
-    ) -> tuple[dict[str, str], dict[str, dict[str, int]]]:
+    def _repr_mimebundle_(self, **_: object) -> tuple[dict[str, str], dict[str, dict[str, int]]]:
         """The picture that a notebook shows, its size on the screen in pixels, and text for other viewers."""
         from oomguard._report.draw import DPI, FILE, to_png
 

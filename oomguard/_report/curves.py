@@ -12,7 +12,7 @@ import pandas as pd
 from oomguard._core.errors import MisuseError
 from oomguard._core.units import GIB, format_bytes
 from oomguard._plan.value import Plan
-from oomguard._report.curve import Curve, Kind, Mark, Series, budget_mark, linear_axis, log_axis, make_series
+from oomguard._report.curve import Curve, Mark, Series, budget_mark, linear_axis, log_axis, make_series
 from oomguard._report.curves_memory import microbatch, segments, terms, timeline
 from oomguard._report.subject import Subject, for_charts, front_of, subject_of
 from oomguard._report.words import candidate_words, figure, pieces_words, rows_words, times
@@ -48,7 +48,7 @@ def front(subject: Subject) -> Curve:
     if plan is not None and plan.seconds_per_step is not None:
         speed = subject.spec.steps * subject.spec.batch / plan.seconds_per_step
         marks.append(Mark(text="the plan", x=plan.peak_bytes / GIB, y=speed, role="chosen"))
-    groups: list[tuple[str, Kind, pd.DataFrame, int]] = [
+    groups = [
         ("fits", "dots", sweep[sweep.fits], 5),
         ("does not fit", "dots", sweep[~sweep.fits], 6),
         ("front: nothing is faster with less memory", "line", best, 0),

@@ -6,11 +6,11 @@ from oomguard._core.units import format_bytes, format_seconds
 from oomguard._plan.buckets import Bucket
 from oomguard._plan.value import Plan, Point, Rung
 from oomguard._probe.record import Record
-from oomguard._report.tables import Section, Table
+from oomguard._report.tables import Section, Table, from_columns
 from oomguard._report.words import NONE, figure, peak_words, pieces_words, rows_words, setting_words, times
 from oomguard._spec.candidate import Candidate
 
-Columns = list[tuple[str, list[str]]]  # columns of text, each with its title
+Columns = dict[str, list[str]]  # columns of text by title
 Rows = Sequence[Record] | Sequence[Bucket] | Sequence[Point] | Sequence[Rung]
 
 
@@ -31,22 +31,17 @@ def _table(caption: str, rows: Rows, before: Columns, after: Columns, chosen: Ca
     """A table of candidates: microbatch, segments and the settings in which they differ, between other columns."""
     candidates, shared = [row.candidate for row in rows], _shared(rows, chosen)
     other = [", ".join(text for name, text in setting_words(one).items() if name not in shared) for one in candidates]
-    middle = [("microbatch", [*map(rows_words, candidates)]), ("segments", [*map(pieces_words, candidates)])]
-    columns = [*before, *middle, *([("other knobs", other)] if any(other) else []), *after]
-    return Table(
-        header=tuple(name for name, _ in columns),
-        rows=tuple(zip(*(cells for _, cells in columns), strict=True)),
-        align="".join("l" if name in ("segments", "other knobs", "verdict") else "r" for name, _ in columns),
-        caption=caption,
-    )
+    columns = before | {"microbatch": [*map(rows_words, candidates)], "segments": [*map(pieces_words, candidates)]}
+    columns |= ({"other knobs": other} if any(other) else {}) | after
+    return from_columns(columns, ("segments", "other knobs", "verdict"), caption)
 
 
 def _predicted(rows: Sequence[Bucket] | Sequence[Point] | Sequence[Rung]) -> Columns:
     """Predicted peaks, and predicted step times if anything was timed."""
-    peaks = ("peak", [format_bytes(row.expected.peak_bytes) for row in rows])
+    peaks = [format_bytes(row.expected.peak_bytes) for row in rows]
     seconds = [row.expected.seconds_per_step for row in rows]
-    times = ("step time", [NONE if each is None else format_seconds(each) for each in seconds])
-    return [peaks, times] if any(each is not None for each in seconds) else [peaks]
+    times = [NONE if each is None else format_seconds(each) for each in seconds]
+    return {"peak": peaks} | ({"step time": times} if any(each is not None for each in seconds) else {})
 
 
 def memory(plan: Plan) -> Section:
@@ -83,8 +78,8 @@ def records(plan: Plan) -> Table:
     found = plan.records
     speeds = [NONE if one.tokens_per_second is None else figure(one.tokens_per_second) for one in found]
     verdicts = [one.verdict.name + (" *" if one == plan.record else "") for one in found]
-    before = [("T", [f"{one.spec.steps:,}" for one in found])]
-    after = [("peak", [_size(one.peak_bytes) for one in found]), ("tokens/s", speeds), ("verdict", verdicts)]
+    before = {"T": [f"{one.spec.steps:,}" for one in found]}
+    after = {"peak": [_size(one.peak_bytes) for one in found], "tokens/s": speeds, "verdict": verdicts}
     caption = "Every probe in the order in which they ran, with what was measured"
     return _table(caption, found, before, after, plan.candidate)
 
@@ -97,8 +92,7 @@ def lengths(plan: Plan) -> Section:
             f"{plan.padding.before:.1%} of all computed tokens would be padding if microbatches were drawn at random; "
             f"drawn from one bucket each, {plan.padding.after:.1%} are."
         )
-    before = [("T up to", [f"{one.longest:,}" for one in found])]
-    before += [("sequences", [f"{one.sequences:,}" for one in found])]
+    before = {"T up to": [f"{one.longest:,}" for one in found], "sequences": [f"{one.sequences:,}" for one in found]}
     caption = "The candidate of each length bucket, with its predicted peak"
     table = _table(caption, found, before, _predicted(found), plan.candidate)
     return Section(title="Lengths", sentences=tuple(sentences), table=table)
@@ -109,9 +103,9 @@ def front(plan: Plan) -> Section:
     found, aims = plan.front, " or ".join(plan.maximize)
     better = f"Nothing that fits is better than one of these in {aims} without being worse in another."
     after = _predicted(found)
-    if len(after) > 1:
-        after += [("tokens/s", [figure(one.tokens_per_second) for one in found])]
-    table = _table("The front, as predicted", found, [("T", [f"{one.seq:,}" for one in found])], after)
+    if "step time" in after:
+        after["tokens/s"] = [figure(one.tokens_per_second) for one in found]
+    table = _table("The front, as predicted", found, {"T": [f"{one.seq:,}" for one in found]}, after)
     return Section(title="Front", sentences=(better, *shared_words(found)), table=table)
 
 
@@ -120,7 +114,7 @@ def fallbacks(plan: Plan) -> Section:
     if not found:
         return Section(title="Fallbacks", sentences=("There are none: nothing with this gradient needs less memory.",))
     use = "If memory gets tight, training falls back to these in turn. Batch and gradient stay the same."
-    before = [("fallback", [f"{number}" for number in range(1, len(found) + 1)])]
+    before = {"fallback": [f"{number}" for number in range(1, len(found) + 1)]}
     caption = "The fallbacks in their order, with their predicted peaks"
     table = _table(caption, found, before, _predicted(found), plan.candidate)
     return Section(title="Fallbacks", sentences=(use,), table=table)

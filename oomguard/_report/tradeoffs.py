@@ -17,7 +17,7 @@ from oomguard._probe.record import Record
 from oomguard._report.curves import MAKERS, curves_of
 from oomguard._report.grid import Over, make_grid
 from oomguard._report.subject import Subject, for_charts, front_of
-from oomguard._report.tables import Section, Table, printer, show_sections
+from oomguard._report.tables import Section, Table, from_columns, printer, show_sections
 from oomguard._report.words import NONE, figure, spec_words, times
 from oomguard._spec.candidate import KNOBS
 from oomguard._spec.spec import Spec
@@ -198,12 +198,7 @@ def _lines(over: Over, rows: pd.DataFrame) -> Table:
     columns["tokens/s"] = [*map(figure, rows["tokens_per_second"])]
     if rows["verdict"].notna().any():
         columns["measured"] = [*map(_measured_words, rows["measured_peak_bytes"], rows["verdict"])]
-    words = [name for name in names if isinstance(over.get(name, [0])[0], str)]
-    return Table(
-        header=tuple(columns),
-        rows=tuple(zip(*columns.values(), strict=True)),
-        align="".join("l" if name in words else "r" for name in columns),
-    )
+    return from_columns(columns, [name for name in names if isinstance(over.get(name, [0])[0], str)])
 
 
 def _measured_words(peak_bytes: Any, verdict: Any) -> str:
