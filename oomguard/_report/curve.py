@@ -14,9 +14,6 @@ from oomguard._report.subject import Subject
 if TYPE_CHECKING:  # imported only where a curve is drawn: describing one must not wait for Matplotlib
     from matplotlib.figure import Figure
 
-Kind = Literal["line", "points", "dots", "band", "area"]
-Role = Literal["budget", "chosen", "note", "words"]
-
 
 class Axis(msgspec.Struct, frozen=True, kw_only=True):
     """One axis of a curve, from `low` to `high`."""
@@ -43,7 +40,7 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
     """Points that belong together."""
 
     name: str  # name in the legend; without one it is not there
-    kind: Kind = "line"
+    kind: Literal["line", "points", "dots", "band", "area"] = "line"
     """A line, large points, faint dots, a band between `low` and `y`, or an area stacked on the areas before it."""
     x: tuple[float, ...]
     y: tuple[float, ...]  # Heights. For an area: its thickness.
@@ -63,7 +60,7 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
     text: str  # label beside it; for the chosen candidate, its name in the legend
     x: float | None = None
     y: float | None = None
-    role: Role = "note"  # the budget, the chosen candidate, a note, or words without a symbol
+    role: Literal["budget", "chosen", "note", "words"] = "note"  # words have no symbol
     panel: int = 0
 
 

@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -263,7 +264,11 @@ def redrawn_curves(plan: Plan) -> list[dict[str, Curve]]:
     """Every curve of a plan, by what it is drawn for: the plan first, then one knob changed if that looks different."""
     subject = subject_of(plan)
     choices = {name: {"the plan": make(subject)} for name, make in MAKERS.items()}
-    for knob, words, changed in _changed_subjects(subject):
+    for knob, words, values in _changes(subject):
+        # without the plan, whose peak would be wrong there
+        candidate = msgspec.structs.replace(subject.candidate, **values)
+        precisions = (candidate.precision,) if knob == "precision" else subject.precisions
+        changed = replace(subject, candidate=candidate, precisions=precisions, plan=None)
         for name in (name for name, knobs in CHANGED_KNOBS.items() if knob in knobs):
             curve = MAKERS[name](changed)
             looks = [(other.series, other.x, other.y, other.below) for other in choices[name].values()]
@@ -272,19 +277,18 @@ def redrawn_curves(plan: Plan) -> list[dict[str, Curve]]:
     return [*choices.values()]
 
 
-def _changed_subjects(subject: Subject) -> Iterator[tuple[str, str, Subject]]:
-    """Each knob, its new value in words, and the subject with it; without the plan, whose peak would be wrong there."""
+def _changes(subject: Subject) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Each knob that a page changes, its new value in words, and the values of all knobs that change with it."""
     spec, own = subject.spec, subject.candidate
     for count in SEGMENTS:
         if count <= spec.steps and (count, None) != (own.segments, own.window):
-            changed = msgspec.structs.replace(own, segments=count, window=None, levels=1, recompute=True)
-            yield "segments", times(count, "segment"), replace(subject, candidate=changed, plan=None)
+            values = {"segments": count, "window": None, "levels": 1, "recompute": True}
+            yield "segments", times(count, "segment"), values
     for passes in PASSES:
         rows = -(-spec.batch // passes)
         if passes <= spec.batch and rows != own.microbatch:
-            accumulation = make_candidate(spec, microbatch=rows).accumulation
-            changed = msgspec.structs.replace(own, microbatch=rows, accumulation=accumulation)
-            yield "microbatch", f"microbatch {rows_words(changed)}", replace(subject, candidate=changed, plan=None)
+            changed = make_candidate(spec, microbatch=rows)
+            values = {"microbatch": rows, "accumulation": changed.accumulation}
+            yield "microbatch", f"microbatch {rows_words(changed)}", values
     for precision in subject.precisions if len(subject.precisions) > 1 else ():
-        changed = msgspec.structs.replace(own, precision=precision)
-        yield "precision", precision, replace(subject, candidate=changed, precisions=(precision,), plan=None)
+        yield "precision", precision, {"precision": precision}

@@ -195,9 +195,7 @@ def _segment_lines(subject: Subject, levels: int, sweep: pd.DataFrame, unit_seco
 
 def _segments_finding(subject: Subject, sweep: pd.DataFrame) -> tuple[str, str]:
     knee, counts = knee_row(sweep), sweep.segments
-    plain, there, least = (
-        format_bytes(int(size)) for size in (sweep.peak_bytes[0], sweep.peak_bytes[knee], min(sweep.peak_bytes))
-    )
+    plain, there, least = map(format_bytes, (sweep.peak_bytes[0], sweep.peak_bytes[knee], sweep.peak_bytes.min()))
     if not knee:
         answer = f"Without segments a step needs {plain}, and no number of them lowers that."
         return "Segments save nothing here", answer

@@ -245,8 +245,8 @@ def _draw_marks(panels: list[Axes], curve: Curve, palette: Palette) -> dict[str,
     """Draw marked points and lines without their labels. Returns the chosen candidate, which the legend names."""
     legend: dict[str, Artist] = {}
     for mark in curve.marks:
-        line: dict[str, Any] = {"color": palette.ink, "linewidth": 1.4}
-        line["linestyle"] = (0, (5, 3)) if mark.role == "budget" else (0, (1, 2))
+        dashes = (5, 3) if mark.role == "budget" else (1, 2)
+        line: dict[str, Any] = {"color": palette.ink, "linewidth": 1.4, "linestyle": (0, dashes)}
         if mark.x is None and mark.y is not None:
             panels[mark.panel].axhline(mark.y, **line)
         elif mark.y is None and mark.x is not None:

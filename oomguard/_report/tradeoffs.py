@@ -123,10 +123,8 @@ def title_words(subject: Subject) -> str:
 
 
 def where_words(subject: Subject) -> str:
-    steps, batch = (
-        values_words(subject.varied.get(name, [usual]))
-        for name, usual in (("seq", subject.spec.steps), ("batch", subject.spec.batch))
-    )
+    steps = values_words(subject.varied.get("seq", [subject.spec.steps]))
+    batch = values_words(subject.varied.get("batch", [subject.spec.batch]))
     known = times(len(subject.calibration.own), "record") if subject.calibrated else "nothing measured"
     budget = format_bytes(subject.budget_bytes)
     return f"T = {steps}, batch {batch} on {subject.target.device}, budget {budget}, {known}"
