@@ -8,7 +8,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import typer
 
@@ -56,19 +56,12 @@ def run(words: list[str]) -> int:
         return MISUSE
 
 
-def _warn(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
+def _warn(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any) -> None:
     """Print a warning of oomguard as a message, and others as Python does, with their origin."""
     if Path(filename).is_relative_to(Path(__file__).parents[1]):
         say(str(message))
     else:
-        (file or sys.stderr).write(warnings.formatwarning(message, category, filename, lineno, line))
+        sys.stderr.write(warnings.formatwarning(message, category, filename, lineno))
 
 
 def _usage_error(error: Any, words: list[str]) -> MisuseError:

@@ -156,8 +156,9 @@ def _plan(*, device: str = "cpu", output: str = "plan.json", json: bool = False,
     from oomguard._api import find_feasible_config
     from oomguard._plan.store import save_plan
     from oomguard._plan.value import NothingFitsError
-    from oomguard._report.plan import plan_json, shortfall_json, show_result, show_shortfall
+    from oomguard._report.plan import explain_shortfall, plan_json, shortfall_json, show_result
     from oomguard._report.progress import live
+    from oomguard._report.tables import show_sections
 
     spec, fixed = parsing.read_planned(values)
     options = parsing.read_options(values, [flags.BUDGET, *flags.SEARCH])
@@ -167,7 +168,7 @@ def _plan(*, device: str = "cpu", output: str = "plan.json", json: bool = False,
             plan = find_feasible_config(device=device, progress=progress, **options, **fixed)
     except NothingFitsError as error:
         shortfall = error.shortfall
-        text = partial(show_shortfall, shortfall, spec, device)
+        text = partial(show_sections, explain_shortfall(shortfall, spec, device), first_style="bold red")
         return _answer(json, lambda: shortfall_json(shortfall), text, DOES_NOT_FIT)
     try:
         path, code = save_plan(plan, output), FITS
@@ -251,14 +252,12 @@ def _tradeoffs(*, output: str | None = None, json: bool = False, **values: Any) 
     from oomguard._report.subject import find_subject
     from oomguard._report.tradeoffs import check_written, make_table, save, show_tradeoffs, table_json
 
-    measured, spec, fixed, over = parsing.read_table(values)
+    asked = parsing.read_table(values)
     budget_bytes = read_budget(values.get("budget"))
     curve = check_written(output, values.get("curve"))
     if output is not None:
         parsing.check_output(output, f"tradeoffs{Path(output).suffix}")
-    subject = find_subject(
-        spec, over=over, device=values.get("device"), budget=budget_bytes, measured=measured, **fixed
-    )
+    subject = find_subject(**asked, budget=budget_bytes)
     table = make_table(subject)
     code = FITS if table["fits"].any() else DOES_NOT_FIT
     path = None if output is None else save(subject, table, output, curve)

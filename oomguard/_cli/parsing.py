@@ -5,6 +5,8 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import msgspec
 
 from oomguard._cli.flags import CANDIDATE, CUT, FIXED, MODEL, SPEC, SPEC_FIELDS, Flag
 from oomguard._core.errors import MisuseError, conflict, flag, shown
+from oomguard._data.options import DataOptions
 from oomguard._spec.candidate import Candidate, make_candidate
 from oomguard._spec.read import load_fields, make_spec, preset_fields, with_batch
 from oomguard._spec.spec import Spec
@@ -25,28 +28,23 @@ def read(values: dict[str, Any]) -> tuple[Spec, Candidate]:
 
 def read_planned(values: dict[str, Any]) -> tuple[Spec, dict[str, Any]]:
     """The spec, with the lengths of --data, and the fields (the batch if given) and knobs that a search keeps fixed."""
-    spec, knobs = _read_planned(values)
+    options = read_options(values, CUT[1:])
+    if "data" in values:
+        from oomguard._data.open import spec_from_data
+
+        make = partial(spec_from_data, data=values["data"], options=DataOptions(**options))
+        # the lengths are those of the data, whatever a file of the spec says
+        spec, knobs = _read(values, FIXED, {"lengths": None}, make)
+    elif options:
+        rule = f"{flag(next(iter(options)))} says how data is read"
+        raise MisuseError(rule=rule, got="there is no --data", advice="Add --data with a file.")
+    else:
+        usual = {"seq": 1} if values.get("maximize", "").split(",")[0].strip() == "seq" else {}
+        spec, knobs = _read(values, FIXED, make=lambda fields: make_spec(usual | fields))
     fields = msgspec.structs.asdict(spec)
     if "batch" not in _spec_fields(values.get("model"), values.get("preset")) | values:
         del fields["batch"]
     return spec, with_batch(fields, knobs) | knobs
-
-
-def _read_planned(values: dict[str, Any]) -> tuple[Spec, dict[str, Any]]:
-    options = read_options(values, CUT[1:])
-    if "data" not in values:
-        for name in options:
-            raise MisuseError(
-                rule=f"{flag(name)} says how data is read", got="there is no --data", advice="Add --data with a file."
-            )
-        longest = values.get("maximize", "").split(",")[0].strip() == "seq"
-        return _read(values, FIXED, make=lambda fields: make_spec(({"seq": 1} if longest else {}) | fields))
-    from oomguard._data.open import spec_from_data
-    from oomguard._data.options import DataOptions
-
-    data_options = DataOptions(**options)
-    # the lengths are those of the data, whatever a file of the spec says
-    return _read(values, FIXED, {"lengths": None}, lambda fields: spec_from_data(fields, values["data"], data_options))
 
 
 def _read(
@@ -74,15 +72,12 @@ def _read(
     return spec, knobs
 
 
-def read_table(
-    values: dict[str, Any],
-) -> tuple[str | None, Spec | None, dict[str, Any], dict[str, Any] | None]:
-    """The plan or ledger with measurements, the spec (None: that of the plan), the fixed knobs, and what varies."""
+def read_table(values: dict[str, Any]) -> dict[str, Any]:
+    """What a table is about: the spec (None: that of the plan), measurements, what varies, the device and knobs."""
     from oomguard._report.grid import check_own_spec, fields_for, read_text
 
     if "plan" in values and "ledger" in values:
         raise conflict("Measurements come from a plan or from a ledger", "--plan", "--ledger")
-    measured = values.get("plan") or values.get("ledger")
     pairs = [read_text(text) for text in values.get("over", ())]
     over = dict(pairs)
     if len(over) < len(pairs):
@@ -92,12 +87,14 @@ def read_table(
             advice="Put all values of a name into one, such as 1..8,16,32.",
         )
     given = [name for one in SPEC for name in (one.name, f"no_{one.name}") if name in values]
-    if values.get("plan") is not None:
+    if "plan" in values:
         check_own_spec(given)
-        return measured, None, read_options(values, FIXED), over or None
-    described = values.get("preset") is not None or values.get("model") not in MODEL.choices
-    spec, fixed = _read(values, FIXED, {} if described else fields_for(over, given))
-    return measured, spec, fixed, over or None
+        spec, knobs = None, read_options(values, FIXED)
+    else:
+        described = values.get("preset") is not None or values.get("model") not in MODEL.choices
+        spec, knobs = _read(values, FIXED, {} if described else fields_for(over, given))
+    measured = values.get("plan") or values.get("ledger")
+    return {"spec": spec, "over": over or None, "device": values.get("device"), "measured": measured} | knobs
 
 
 def read_options(values: dict[str, Any], flags: Iterable[Flag]) -> dict[str, Any]:
@@ -159,20 +156,14 @@ def _spec_fields(model: str | None, name: str | None) -> dict[str, Any]:
 def _value(one: Flag, text: str) -> Any:
     """The text as the type of the field; unchanged if it is not of that type, so that the field refuses it."""
     if one.kind is int:
-        return _number(text)
+        plain = text.replace("_", "")
+        return int(plain) if re.fullmatch(r"-?\d{1,18}", plain, re.ASCII) else text
     if one.kind is float:
-        try:
+        with suppress(ValueError):
             return float(text)
-        except ValueError:
-            return text
     if one.kind is tuple:
         return tuple(part.strip() for part in text.split(",") if part.strip())
     return _histogram(text) if one.kind is dict else text
-
-
-def _number(text: str) -> int | str:
-    plain = text.replace("_", "")
-    return int(plain) if re.fullmatch(r"-?\d{1,18}", plain, re.ASCII) else text
 
 
 def _histogram(text: str) -> Any:

@@ -4,21 +4,15 @@ import base64
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from oomguard._core.units import GIB, format_bytes
 from oomguard._report.subject import Subject
-from oomguard._spec.candidate import Candidate
 
 if TYPE_CHECKING:  # imported only where a curve is drawn: describing one must not wait for Matplotlib
     from matplotlib.figure import Figure
-
-Kind = Literal["line", "points", "dots", "band", "area"]
-Role = Literal["budget", "chosen", "note", "words"]
-FAR = 5  # memory has a logarithmic axis if the budget is this many times the largest peak, or the reverse
-MEASURED = 8  # slot of measured points, which no line has
 
 
 class Axis(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +40,7 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
     """Points that belong together."""
 
     name: str  # name in the legend; without one it is not there
-    kind: Kind = "line"
+    kind: Literal["line", "points", "dots", "band", "area"] = "line"
     """A line, large points, faint dots, a band between `low` and `y`, or an area stacked on the areas before it."""
     x: tuple[float, ...]
     y: tuple[float, ...]  # Heights. For an area: its thickness.
@@ -66,7 +60,7 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
     text: str  # label beside it; for the chosen candidate, its name in the legend
     x: float | None = None
     y: float | None = None
-    role: Role = "note"  # the budget, the chosen candidate, a note, or words without a symbol
+    role: Literal["budget", "chosen", "note", "words"] = "note"  # words have no symbol
     panel: int = 0
 
 
@@ -98,9 +92,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
 
         return save_curves([self], path)
 
-    def _repr_mimebundle_(
-        self, include: object = None, exclude: object = None
-    ) -> tuple[dict[str, str], dict[str, dict[str, int]]]:
+    def _repr_mimebundle_(self, **_: object) -> tuple[dict[str, str], dict[str, dict[str, int]]]:
         """The picture that a notebook shows, its size on the screen in pixels, and text for other viewers."""
         from oomguard._report.draw import DPI, FILE, to_png
 
@@ -110,19 +102,11 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_series(
-    name: str,
-    x: Iterable[float],
-    y: Iterable[float],
-    *,
-    kind: Kind = "line",
-    low: Iterable[float] = (),
-    tips: Iterable[str] = (),
-    slot: int = 0,
-    panel: int = 0,
+    name: str, x: Iterable[float], y: Iterable[float], low: Iterable[float] = (), tips: Iterable[str] = (), **look: Any
 ) -> Series:
-    """A series from any numbers."""
+    """A series from any numbers. `look` has its kind, slot and panel."""
     places, heights, edge = (tuple(map(float, numbers)) for numbers in (x, y, low))
-    return Series(name=name, kind=kind, x=places, y=heights, low=edge, tips=tuple(tips), slot=slot, panel=panel)
+    return Series(name=name, x=places, y=heights, low=edge, tips=tuple(tips), **look)
 
 
 def linear_axis(label: str, unit: str, values: Iterable[float]) -> Axis:
@@ -136,23 +120,7 @@ def log_axis(label: str, unit: str, values: Iterable[float], *, base: Literal[2,
     return Axis(label=label, unit=unit, low=min(numbers) / pad, high=max(numbers) * pad, base=base)
 
 
-def memory_axis(label: str, values: Iterable[float], budget: float) -> Axis:
-    """An axis in GiB that includes the budget: logarithmic if the budget is far from all values."""
-    sizes = [value for value in values if value > 0]
-    if max(sizes) * FAR < budget or max(sizes) > FAR * budget:
-        return log_axis(label, "GiB", [*sizes, budget], pad=1.25)
-    return linear_axis(label, "GiB", [*sizes, budget])
-
-
 def budget_mark(subject: Subject, *, vertical: bool = False) -> Mark:
     """The budget as a line: horizontal, or vertical where memory is along the x axis."""
     budget, text = subject.budget_bytes / GIB, f"budget {format_bytes(subject.budget_bytes)}"
     return Mark(text=text, x=budget, role="budget") if vertical else Mark(text=text, y=budget, role="budget")
-
-
-def pieces_phrase(candidate: Candidate) -> str:
-    """How the candidate divides the sequence, as the end of a phrase."""
-    if candidate.window is not None:
-        return f" with a window of {candidate.window:,} steps"
-    kept = "" if candidate.recompute else " without recomputation"
-    return f" with {candidate.segments:,} segments{kept}" if candidate.segments > 1 else ""

@@ -14,23 +14,12 @@ from oomguard._estimate.malloc import reserved_bytes
 from oomguard._estimate.moments import TERMS, Moments, Terms, evaluation_moments
 from oomguard._estimate.passes import border_bytes, stays_on_host
 from oomguard._predict.calibration import same_model
-from oomguard._report.curve import (
-    MEASURED,
-    Axis,
-    Curve,
-    Mark,
-    Series,
-    budget_mark,
-    linear_axis,
-    log_axis,
-    make_series,
-    memory_axis,
-    pieces_phrase,
-)
+from oomguard._report.curve import Axis, Curve, Mark, Series, budget_mark, linear_axis, log_axis, make_series
 from oomguard._report.subject import Subject
-from oomguard._report.words import candidate_words, peak_words, times
+from oomguard._report.words import candidate_words, peak_words, pieces_phrase, times
 from oomguard._search.space import LEVELS_FROM
 
+FAR = 5  # memory has a logarithmic axis if the budget is this many times the largest peak, or the reverse
 ALIKE = 0.01  # precisions whose peaks differ by at most this share are drawn as one line
 LARGEST = 1 << 16  # the largest microbatch that is considered
 ENOUGH = 0.95  # the knee is the smallest number of segments that saves this share of all that segments can save
@@ -38,6 +27,7 @@ LENGTHS = 30  # sequence lengths along the axis
 SMALL = 0.01  # terms that are never more than this share of the peak are drawn as one
 SLOTS = {name: slot for slot, name in enumerate(("activations", "workspace", "logits", "input", "optimizer"))}
 SLOTS |= {"runtime": 6, "weights": 5, "gradients": 7, "loader": 8}  # slot of each term, the same in all curves
+MEASURED = 8  # slot of measured points, which no line has
 
 
 def microbatch(subject: Subject) -> Curve:
@@ -98,6 +88,14 @@ def _measured_peaks(subject: Subject, knob: str, fixed: Iterable[str]) -> list[S
     words = [f"measured: {candidate_words(one.candidate)}: {format_bytes(one.peak_bytes or 0)}" for one in records]
     points = make_series("measured", sizes, np.divide(peaks, GIB), kind="points", tips=words, slot=MEASURED)
     return [points] if records else []
+
+
+def memory_axis(label: str, values: Iterable[float], budget: float) -> Axis:
+    """An axis in GiB that includes the budget: logarithmic if the budget is far from all values."""
+    sizes = [value for value in values if value > 0]
+    if max(sizes) * FAR < budget or max(sizes) > FAR * budget:
+        return log_axis(label, "GiB", [*sizes, budget], pad=1.25)
+    return linear_axis(label, "GiB", [*sizes, budget])
 
 
 def _plan_mark(subject: Subject, x: float) -> list[Mark]:
@@ -197,9 +195,7 @@ def _segment_lines(subject: Subject, levels: int, sweep: pd.DataFrame, unit_seco
 
 def _segments_finding(subject: Subject, sweep: pd.DataFrame) -> tuple[str, str]:
     knee, counts = knee_row(sweep), sweep.segments
-    plain, there, least = (
-        format_bytes(int(size)) for size in (sweep.peak_bytes[0], sweep.peak_bytes[knee], min(sweep.peak_bytes))
-    )
+    plain, there, least = map(format_bytes, (sweep.peak_bytes[0], sweep.peak_bytes[knee], sweep.peak_bytes.min()))
     if not knee:
         answer = f"Without segments a step needs {plain}, and no number of them lowers that."
         return "Segments save nothing here", answer

@@ -36,7 +36,6 @@ WORDS = {
 WIDE, BAR_WIDTH = 120, 30
 """The terminal width from which on terms are explained, and the width of the longest bar, in characters."""
 MEASURED = ("runtime", "weights", "optimizer", "input")  # a probe measures these one by one, and the sum of the others
-_IN_BOTH = {name: f"measured_{name}" for name in ("terms", "allocated_bytes", "reserved_bytes")}
 
 
 def to_json(estimate: Estimate) -> dict[str, Any]:
@@ -54,9 +53,11 @@ def _some(value: object, *names: str) -> dict[str, Any]:
 
 
 def record_json(record: Record, estimate: Estimate) -> dict[str, Any]:
-    found = msgspec.to_builtins(record)
-    same, in_both = ("spec", "candidate", "device", "engine", "budget_bytes"), _IN_BOTH
-    return to_json(estimate) | {in_both.get(name, name): one for name, one in found.items() if name not in same}
+    """The estimate, and the fields of the record beside it. Those that both have are called measured_..."""
+    same = ("spec", "candidate", "device", "engine", "budget_bytes")
+    found = {name: value for name, value in msgspec.to_builtins(record).items() if name not in same}
+    in_both = ("terms", "allocated_bytes", "reserved_bytes")
+    return to_json(estimate) | {f"measured_{name}" if name in in_both else name: found[name] for name in found}
 
 
 def show_estimate(spec: Spec, estimate: Estimate, limit: str, advice: list[str], console: "Console") -> None:
@@ -173,16 +174,15 @@ def _pair(name: str, estimated_bytes: int, measured_bytes: int | None) -> tuple[
 
 
 def devices_json(devices: "list[Device]", note: str | None) -> dict[str, Any]:
-    return {"devices": [_device_json(device) for device in devices], "note": note}
-
-
-def _device_json(device: "Device") -> dict[str, Any]:
-    document: dict[str, object] = {"device": device.name, "name": device.title()}
-    document |= _some(device.budget(), "limit_bytes", "left_bytes", "committed_bytes", "limits")
-    document["precisions"] = device.precisions()
-    if isinstance(device, Cuda):
-        document |= _some(device.status(), "uuid", "compute_capability", "total_bytes", "free_bytes", "others")
-    return dict(msgspec.to_builtins(document))
+    documents = []
+    for device in devices:
+        document: dict[str, object] = {"device": device.name, "name": device.title()}
+        document |= _some(device.budget(), "limit_bytes", "left_bytes", "committed_bytes", "limits")
+        document["precisions"] = device.precisions()
+        if isinstance(device, Cuda):
+            document |= _some(device.status(), "uuid", "compute_capability", "total_bytes", "free_bytes", "others")
+        documents.append(document)
+    return {"devices": msgspec.to_builtins(documents), "note": note}
 
 
 def card_json(card: "Card") -> dict[str, Any]:

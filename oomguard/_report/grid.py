@@ -128,20 +128,21 @@ def make_grid(spec: Spec, candidate: Candidate, target: Target, over: Over) -> l
         for name, values in over.items()
         if name in KNOBS
     }
-    groups, errors = list[tuple[Spec, Candidates]](), list[tuple[dict[str, Any], MisuseError]]()
+    groups, errors = list[tuple[Spec, Candidates]](), dict[tuple[str, Any], MisuseError]()
     for combination in itertools.product(*fields.values()):
         chosen = dict(zip(fields, combination, strict=True))
         try:
             own = msgspec.structs.replace(spec, **chosen)
         except MisuseError as error:
-            errors.append((chosen, error))
+            for value in chosen.items():
+                errors.setdefault(value, error)
             continue
         groups += [(own, candidates) for candidates in _candidates(own, candidate, target, knobs)]
     for name, values in over.items():
         used = _used(name, groups)
         for value in values:
             if value not in used:
-                raise _error_of(spec, target, name, value, errors)
+                raise errors.get((name, value)) or _error_of(spec, target, name, value)
     return groups
 
 
@@ -193,13 +194,8 @@ def _used(name: str, groups: list[tuple[Spec, Candidates]]) -> set[Any]:
     return {value for _, candidates in groups for value in np.atleast_1d(getattr(candidates, name)).tolist()}
 
 
-def _error_of(
-    spec: Spec, target: Target, name: str, value: Any, errors: list[tuple[dict[str, Any], MisuseError]]
-) -> MisuseError:
+def _error_of(spec: Spec, target: Target, name: str, value: Any) -> MisuseError:
     """The reason why a value is in no row."""
-    own = [error for chosen, error in errors if name in chosen and chosen[name] == value]
-    if own:
-        return own[0]
     if name == "microbatch" and type(value) is int and value > spec.batch:
         return MisuseError(
             rule="--microbatch must not be larger than --batch",

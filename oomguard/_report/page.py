@@ -5,7 +5,6 @@ import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from oomguard._core.errors import MisuseError
 from oomguard._core.system import write_file
@@ -22,26 +21,6 @@ STYLE, SCRIPT = FOLDER / "page.css", FOLDER / "page.js"
 LONGEST_BAR = 2.5  # The longest bar in budgets. A longer one fades out at the edge.
 PLAIN = "Plain PyTorch"
 SCREENS = {"wide": WIDE, "narrow": NARROW}  # the size of a picture by the class that its screen has in the page
-
-
-class Bar(NamedTuple):
-    """A bar of peak and margin against the budget. Shares are CSS percentages of the longest bar."""
-
-    name: str
-    note: str
-    size: str
-    peak_share: str
-    margin_share: str
-    over: bool
-    cut: bool
-
-
-class Fact(NamedTuple):
-    """A figure of the summary, its name, and a note below it."""
-
-    name: str
-    value: str
-    note: str
 
 
 def save_page(plan: Plan, path: str | os.PathLike[str], sequences: int | None = None) -> Path:
@@ -79,10 +58,7 @@ def _checked(path: str | os.PathLike[str], what: str, suffixes: tuple[str, ...],
 
 def plan_page(plan: Plan, sequences: int | None = None) -> str:
     result, *sections = explain(plan, sequences)
-    facts = [*_knob_facts(plan), *_time_facts(plan, sequences)]
-    share = _percent(plan.budget_bytes, _scale_bytes(plan))
-    budget = format_bytes(plan.budget_bytes)
-    top = macros().result(*_verdict(plan), result.sentences[0], _bars(plan), budget, share, facts)
+    top = macros().result(*_verdict(plan), result.sentences[0], *_bars(plan), _facts(plan, sequences))
     return _page(result.title, top, sections, redrawn_curves(plan))
 
 
@@ -108,25 +84,20 @@ def _choice(words: str, curve: Curve) -> tuple[object, ...]:
     return words, curve, pictures, hover_points(curve)
 
 
-def _scale_bytes(plan: Plan) -> int:
-    """Bytes of the longest possible bar."""
-    plain = plan.plain.expected
-    return max(plan.budget_bytes, min(plain.safe_bytes, int(LONGEST_BAR * plan.budget_bytes)))
-
-
-def _bars(plan: Plan) -> list[Bar]:
-    plain, scale_bytes = plan.plain.expected, _scale_bytes(plan)
+def _bars(plan: Plan) -> tuple[list[tuple[object, ...]], str, str]:
+    """Bars of peak and margin (name, note, size, both shares, too large, cut off), the budget, and its share."""
+    plain, budget_bytes = plan.plain.expected, plan.budget_bytes
+    scale_bytes = max(budget_bytes, min(plain.safe_bytes, int(LONGEST_BAR * budget_bytes)))
     margin_bytes = 0 if plan.confirmed else plan.expected.margin_bytes
     rows = [
         ("This plan", known_words(plan), plan.peak_bytes, margin_bytes, True),
         (PLAIN, plain_words(plan).removeprefix(PLAIN).strip(), plain.peak_bytes, plain.margin_bytes, plan.plain.fits),
     ]
-    bars = []
+    bars: list[tuple[object, ...]] = []
     for name, note, peak_bytes, margin_bytes, fits in rows:
-        peak, margin = _percent(peak_bytes, scale_bytes), _percent(margin_bytes, scale_bytes)
-        cut = peak_bytes + margin_bytes > scale_bytes
-        bars.append(Bar(name, note, format_bytes(peak_bytes), peak, margin, over=not fits, cut=cut))
-    return bars
+        shares = _percent(peak_bytes, scale_bytes), _percent(margin_bytes, scale_bytes)
+        bars.append((name, note, format_bytes(peak_bytes), *shares, not fits, peak_bytes + margin_bytes > scale_bytes))
+    return bars, format_bytes(budget_bytes), _percent(budget_bytes, scale_bytes)
 
 
 def _verdict(plan: Plan) -> tuple[str, str]:
@@ -144,28 +115,24 @@ def _percent(size_bytes: int, scale_bytes: int) -> str:
     return f"{100 * min(1.0, size_bytes / max(1, scale_bytes)):.2f}%"
 
 
-def _knob_facts(plan: Plan) -> list[Fact]:
-    candidate = plan.candidate
-    settings = setting_words(candidate)
+def _facts(plan: Plan, sequences: int | None) -> list[tuple[str, str, str]]:
+    """The figures of the summary: name, value, and a note below it."""
+    candidate, settings = plan.candidate, setting_words(plan.candidate)
     precision = settings.pop("precision")
-    gradient = Fact("Gradient", "exact", "that of plain PyTorch, up to rounding")
+    gradient = ("exact", "that of plain PyTorch, up to rounding")
     if candidate.lossy:
-        lossy = [f"{one.knob} {one.value}" for one in plan.bought] or [*candidate.lossy]
-        gradient = Fact("Gradient", "lossy", ", ".join(lossy))
+        gradient = ("lossy", ", ".join([f"{one.knob} {one.value}" for one in plan.bought] or candidate.lossy))
+    step, epoch = (NONE, "nothing was timed"), (NONE, "nothing was timed")
+    seconds, throughput, whole = plan.seconds_per_step, plan.throughput, epoch_of(plan, sequences)
+    if seconds is not None and throughput is not None and whole is not None:
+        step = (format_seconds(seconds), speed_words(throughput, "sequences"))
+        size = f"{times(whole.sequences, 'sequence')}, {times(whole.steps, 'step')}"
+        epoch = (format_seconds(whole.seconds), size)
     return [
-        Fact("Microbatch", rows_words(candidate), f"batch {plan.spec.batch:,}"),
-        Fact("Segments", pieces_words(candidate), f"T = {plan.spec.steps:,}"),
-        Fact("Precision", precision, ", ".join(settings.values())),
-        gradient,
-    ]
-
-
-def _time_facts(plan: Plan, sequences: int | None) -> list[Fact]:
-    seconds, throughput, epoch = plan.seconds_per_step, plan.throughput, epoch_of(plan, sequences)
-    if seconds is None or throughput is None or epoch is None:
-        return [Fact("A step", NONE, "nothing was timed"), Fact("An epoch", NONE, "nothing was timed")]
-    size = f"{times(epoch.sequences, 'sequence')}, {times(epoch.steps, 'step')}"
-    return [
-        Fact("A step", format_seconds(seconds), speed_words(throughput, "sequences")),
-        Fact("An epoch", format_seconds(epoch.seconds), size),
+        ("Microbatch", rows_words(candidate), f"batch {plan.spec.batch:,}"),
+        ("Segments", pieces_words(candidate), f"T = {plan.spec.steps:,}"),
+        ("Precision", precision, ", ".join(settings.values())),
+        ("Gradient", *gradient),
+        ("A step", *step),
+        ("An epoch", *epoch),
     ]

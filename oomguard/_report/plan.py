@@ -13,8 +13,8 @@ import msgspec
 from oomguard._core.units import format_bytes, format_seconds
 from oomguard._plan.value import LossyGain, Plan, Shortfall, epoch_of
 from oomguard._report import plan_tables
-from oomguard._report.tables import Section, printer, show_sections
-from oomguard._report.words import candidate_words, peak_words, sentence, speed_words, task_words, times
+from oomguard._report.tables import Section, Table, printer, show_sections
+from oomguard._report.words import candidate_words, sentence, speed_words, task_words, times
 from oomguard._spec.spec import Spec
 
 if TYPE_CHECKING:
@@ -43,12 +43,10 @@ def shortfall_json(shortfall: Shortfall) -> dict[str, Any]:
 
 def show_result(plan: Plan, path: Path | None, console: "Console") -> None:
     """Print the result in a few lines, where the plan was written, and how to see more."""
-    say = printer(console)
     result, evidence = summarize(plan)
-    show_sections([result], console)
-    for line in evidence.sentences:
-        say(line)
+    show_sections([msgspec.structs.replace(result, sentences=result.sentences + evidence.sentences)], console)
     if path is not None:
+        say = printer(console)
         say("")
         say(f"Written to {path}. Everything about it: oomguard show {path}")
 
@@ -58,23 +56,12 @@ def show_plan(plan: Plan, sequences: int | None, console: "Console") -> None:
     show_sections(explain(plan, sequences), console)
 
 
-def show_shortfall(shortfall: Shortfall, spec: Spec, device: str, console: "Console") -> None:
-    show_sections(explain_shortfall(shortfall, spec, device), console, first_style="bold red")
-
-
 def explain(plan: Plan, sequences: int | None = None) -> list[Section]:
     """Everything that a plan says. `sequences` is the size of an epoch (default: as the spec's histogram)."""
-    sections = [
-        _result(plan),
-        _why(plan),
-        Section(title="Memory", sentences=(peak_words(plan.estimate.moment),), table=plan_tables.terms(plan)),
-        _evidence(plan),
-        _time(plan, sequences),
-    ]
-    sections += [_lengths(plan)] if plan.buckets else []
-    sections += [_front(plan)] if plan.front else []
-    environment = Section(title="Environment", table=plan_tables.environment(plan.environment))
-    return [*sections, _fallbacks(plan), _start(plan), environment]
+    sections = [_result(plan), _why(plan), plan_tables.memory(plan), _evidence(plan), _time(plan, sequences)]
+    sections += [plan_tables.lengths(plan)] if plan.buckets else []
+    sections += [plan_tables.front(plan)] if plan.front else []
+    return [*sections, plan_tables.fallbacks(plan), _start(plan), plan_tables.environment(plan)]
 
 
 def summarize(plan: Plan) -> list[Section]:
@@ -234,30 +221,6 @@ def _time(plan: Plan, sequences: int | None) -> Section:
     return Section(title="Time", sentences=(f"{step}: {', '.join(more)}.", whole))
 
 
-def _lengths(plan: Plan) -> Section:
-    sentences = [f"Sequences are sorted by length into {times(len(plan.buckets), 'bucket')}, each with its candidate."]
-    if plan.padding is not None:
-        sentences.append(
-            f"{plan.padding.before:.1%} of all computed tokens would be padding if microbatches were drawn at random; "
-            f"drawn from one bucket each, {plan.padding.after:.1%} are."
-        )
-    return Section(title="Lengths", sentences=tuple(sentences), table=plan_tables.buckets(plan))
-
-
-def _front(plan: Plan) -> Section:
-    aims = " or ".join(plan.maximize)
-    better = f"Nothing that fits is better than one of these in {aims} without being worse in another."
-    sentences = (better, *plan_tables.shared_words(plan.front))
-    return Section(title="Front", sentences=sentences, table=plan_tables.front(plan))
-
-
-def _fallbacks(plan: Plan) -> Section:
-    if not plan.fallbacks:
-        return Section(title="Fallbacks", sentences=("There are none: nothing with this gradient needs less memory.",))
-    use = "If memory gets tight, training falls back to these in turn. Batch and gradient stay the same."
-    return Section(title="Fallbacks", sentences=(use,), table=plan_tables.fallbacks(plan))
-
-
 def _start(plan: Plan) -> Section:
     sentences = ["The command executes the plan in plan.json on the data in FILE."]
     if plan.exports:
@@ -268,7 +231,7 @@ def _start(plan: Plan) -> Section:
 
 
 def explain_shortfall(shortfall: Shortfall, spec: Spec, device: str) -> list[Section]:
-    needed, term = format_bytes(shortfall.needed_bytes), shortfall.term
+    needed, term, ways = format_bytes(shortfall.needed_bytes), shortfall.term, shortfall.ways
     total, size = sum(shortfall.terms.values()), shortfall.terms[term]
     smallest = f"The smallest candidate needs {needed} with its margin, of {format_bytes(shortfall.budget_bytes)}"
     sentences = [
@@ -277,14 +240,20 @@ def explain_shortfall(shortfall: Shortfall, spec: Spec, device: str) -> list[Sec
     ]
     if shortfall.records:
         sentences.append(f"Probes that were run: {len(shortfall.records)}.")
-    enough = [way.change for way in shortfall.ways if way.fits]
+    enough = [way.change for way in ways if way.fits]
     if enough:
         advice = f"It would fit with {' or '.join(enough)}."
     else:
-        rest = "None of these is enough" if shortfall.ways else "No knob lowers it"
+        rest = "None of these is enough" if ways else "No knob lowers it"
         advice = f"{rest}: raise the budget above {needed}, or make the model smaller."
-    table = plan_tables.changes(shortfall) if shortfall.ways else None
+    yes = {True: "yes", False: "no"}
+    table = Table(
+        header=("change", "would need", "fits", "allowed"),
+        rows=tuple((way.change, format_bytes(way.needed_bytes), yes[way.fits], yes[way.allowed]) for way in ways),
+        align="lrll",
+        caption="Changes that would lower the memory that is needed",
+    )
     return [
         Section(title=f"NOTHING FITS: {task_words(spec, device)}", sentences=tuple(sentences)),
-        Section(title="What would help", sentences=(advice,), table=table),
+        Section(title="What would help", sentences=(advice,), table=table if ways else None),
     ]

@@ -1,16 +1,16 @@
-"""The tables of a plan: terms, records, buckets, the front, fallbacks, the environment, and changes that would fit."""
+"""The parts of a plan that are tables: memory, records, lengths, the front, fallbacks, and the environment."""
 
 from collections.abc import Sequence
 
 from oomguard._core.units import format_bytes, format_seconds
 from oomguard._plan.buckets import Bucket
-from oomguard._plan.value import Environment, Plan, Point, Rung, Shortfall
+from oomguard._plan.value import Plan, Point, Rung
 from oomguard._probe.record import Record
-from oomguard._report.tables import Table
-from oomguard._report.words import NONE, figure, pieces_words, rows_words, setting_words, times
+from oomguard._report.tables import Section, Table, from_columns
+from oomguard._report.words import NONE, figure, peak_words, pieces_words, rows_words, setting_words, times
 from oomguard._spec.candidate import Candidate
 
-Columns = list[tuple[str, list[str]]]  # columns of text, each with its title
+Columns = dict[str, list[str]]  # columns of text by title
 Rows = Sequence[Record] | Sequence[Bucket] | Sequence[Point] | Sequence[Rung]
 
 
@@ -31,25 +31,20 @@ def _table(caption: str, rows: Rows, before: Columns, after: Columns, chosen: Ca
     """A table of candidates: microbatch, segments and the settings in which they differ, between other columns."""
     candidates, shared = [row.candidate for row in rows], _shared(rows, chosen)
     other = [", ".join(text for name, text in setting_words(one).items() if name not in shared) for one in candidates]
-    middle = [("microbatch", [*map(rows_words, candidates)]), ("segments", [*map(pieces_words, candidates)])]
-    columns = [*before, *middle, *([("other knobs", other)] if any(other) else []), *after]
-    return Table(
-        header=tuple(name for name, _ in columns),
-        rows=tuple(zip(*(cells for _, cells in columns), strict=True)),
-        align="".join("l" if name in ("segments", "other knobs", "verdict") else "r" for name, _ in columns),
-        caption=caption,
-    )
+    columns = before | {"microbatch": [*map(rows_words, candidates)], "segments": [*map(pieces_words, candidates)]}
+    columns |= ({"other knobs": other} if any(other) else {}) | after
+    return from_columns(columns, ("segments", "other knobs", "verdict"), caption)
 
 
 def _predicted(rows: Sequence[Bucket] | Sequence[Point] | Sequence[Rung]) -> Columns:
     """Predicted peaks, and predicted step times if anything was timed."""
-    peaks = ("peak", [format_bytes(row.expected.peak_bytes) for row in rows])
+    peaks = [format_bytes(row.expected.peak_bytes) for row in rows]
     seconds = [row.expected.seconds_per_step for row in rows]
-    times = ("step time", [NONE if each is None else format_seconds(each) for each in seconds])
-    return [peaks, times] if any(each is not None for each in seconds) else [peaks]
+    times = [NONE if each is None else format_seconds(each) for each in seconds]
+    return {"peak": peaks} | ({"step time": times} if any(each is not None for each in seconds) else {})
 
 
-def terms(plan: Plan) -> Table:
+def memory(plan: Plan) -> Section:
     """The estimate of plain PyTorch beside that of the plan, with prediction, measurement and budget below."""
     plain, ours = plan.plain.estimate, plan.estimate
     names = sorted(plain.terms | ours.terms, key=lambda name: -plain.terms.get(name, 0))
@@ -64,13 +59,14 @@ def terms(plan: Plan) -> Table:
         ("host memory", plain.host_bytes or None, ours.host_bytes or None),
     ]
     shown = [(name, *map(_size, sizes)) for name, *sizes in totals if any(size is not None for size in sizes)]
-    return Table(
+    table = Table(
         header=("term", "plain PyTorch", "this plan"),
         rows=(*rows, *shown),
         align="lrr",
         sums=len(shown),
         caption="The terms of the estimate, the predicted and the measured peak, and the budget",
     )
+    return Section(title="Memory", sentences=(peak_words(ours.moment),), table=table)
 
 
 def _size(size_bytes: int | None) -> str:
@@ -82,35 +78,50 @@ def records(plan: Plan) -> Table:
     found = plan.records
     speeds = [NONE if one.tokens_per_second is None else figure(one.tokens_per_second) for one in found]
     verdicts = [one.verdict.name + (" *" if one == plan.record else "") for one in found]
-    before = [("T", [f"{one.spec.steps:,}" for one in found])]
-    after = [("peak", [_size(one.peak_bytes) for one in found]), ("tokens/s", speeds), ("verdict", verdicts)]
+    before = {"T": [f"{one.spec.steps:,}" for one in found]}
+    after = {"peak": [_size(one.peak_bytes) for one in found], "tokens/s": speeds, "verdict": verdicts}
     caption = "Every probe in the order in which they ran, with what was measured"
     return _table(caption, found, before, after, plan.candidate)
 
 
-def buckets(plan: Plan) -> Table:
-    found, caption = plan.buckets, "The candidate of each length bucket, with its predicted peak"
-    before = [("T up to", [f"{one.longest:,}" for one in found])]
-    before += [("sequences", [f"{one.sequences:,}" for one in found])]
-    return _table(caption, found, before, _predicted(found), plan.candidate)
+def lengths(plan: Plan) -> Section:
+    found = plan.buckets
+    sentences = [f"Sequences are sorted by length into {times(len(found), 'bucket')}, each with its candidate."]
+    if plan.padding is not None:
+        sentences.append(
+            f"{plan.padding.before:.1%} of all computed tokens would be padding if microbatches were drawn at random; "
+            f"drawn from one bucket each, {plan.padding.after:.1%} are."
+        )
+    before = {"T up to": [f"{one.longest:,}" for one in found], "sequences": [f"{one.sequences:,}" for one in found]}
+    caption = "The candidate of each length bucket, with its predicted peak"
+    table = _table(caption, found, before, _predicted(found), plan.candidate)
+    return Section(title="Lengths", sentences=tuple(sentences), table=table)
 
 
-def front(plan: Plan) -> Table:
+def front(plan: Plan) -> Section:
     """The points of the front. Speeds are shown only if something was timed."""
-    found = plan.front
+    found, aims = plan.front, " or ".join(plan.maximize)
+    better = f"Nothing that fits is better than one of these in {aims} without being worse in another."
     after = _predicted(found)
-    if len(after) > 1:
-        after += [("tokens/s", [figure(one.tokens_per_second) for one in found])]
-    return _table("The front, as predicted", found, [("T", [f"{one.seq:,}" for one in found])], after)
+    if "step time" in after:
+        after["tokens/s"] = [figure(one.tokens_per_second) for one in found]
+    table = _table("The front, as predicted", found, {"T": [f"{one.seq:,}" for one in found]}, after)
+    return Section(title="Front", sentences=(better, *shared_words(found)), table=table)
 
 
-def fallbacks(plan: Plan) -> Table:
-    found, caption = plan.fallbacks, "The fallbacks in their order, with their predicted peaks"
-    before = [("fallback", [f"{number}" for number in range(1, len(found) + 1)])]
-    return _table(caption, found, before, _predicted(found), plan.candidate)
+def fallbacks(plan: Plan) -> Section:
+    found = plan.fallbacks
+    if not found:
+        return Section(title="Fallbacks", sentences=("There are none: nothing with this gradient needs less memory.",))
+    use = "If memory gets tight, training falls back to these in turn. Batch and gradient stay the same."
+    before = {"fallback": [f"{number}" for number in range(1, len(found) + 1)]}
+    caption = "The fallbacks in their order, with their predicted peaks"
+    table = _table(caption, found, before, _predicted(found), plan.candidate)
+    return Section(title="Fallbacks", sentences=(use,), table=table)
 
 
-def environment(found: Environment) -> Table:
+def environment(plan: Plan) -> Section:
+    found = plan.environment
     versions = [f"oomguard {found.oomguard}", f"torch {found.torch}" if found.torch else "", found.library or ""]
     versions += [f"driver {found.driver}" if found.driver else "", f"Python {found.python}"]
     rows = [
@@ -122,13 +133,4 @@ def environment(found: Environment) -> Table:
         sizes = f"{format_bytes(limit.reach_bytes)} of {format_bytes(limit.limit_bytes)}"
         rows.append((limit.name, f"{sizes} ({limit.source})"))
     caption = "The machine on which the plan was made, and its limits of memory"
-    return Table(header=("", ""), rows=tuple(rows), align="ll", caption=caption)
-
-
-def changes(shortfall: Shortfall) -> Table:
-    yes = {True: "yes", False: "no"}
-    rows = tuple(
-        (way.change, format_bytes(way.needed_bytes), yes[way.fits], yes[way.allowed]) for way in shortfall.ways
-    )
-    header = ("change", "would need", "fits", "allowed")
-    return Table(header=header, rows=rows, align="lrll", caption="Changes that would lower the memory that is needed")
+    return Section(title="Environment", table=Table(header=("", ""), rows=tuple(rows), align="ll", caption=caption))

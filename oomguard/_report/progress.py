@@ -17,7 +17,6 @@ if TYPE_CHECKING:  # a search does not wait for the import of training, nor the 
     from oomguard._search.run import Progress
     from oomguard._train.loop import Result, TrainProgress
 
-REFRESHES_PER_SECOND = 2  # enough for the clock, and too few to disturb a probe
 ROLES = {"calibrate": "calibrating", "explore": "trying", "confirm": "confirming"}
 PAUSE_SECONDS = 60.0  # seconds between two lines of a log without events and validations
 
@@ -33,7 +32,7 @@ def live(*, quiet: bool = False) -> Iterator[Callable[["Progress"], None] | None
 
     console = Console(file=sys.stderr, highlight=False, markup=False, emoji=False)
     lines = Lines(console)
-    rate = REFRESHES_PER_SECOND
+    rate = 2  # refreshes per second: enough for the clock, and too few to disturb a probe
     with Live(console=console, get_renderable=lines.render, transient=True, refresh_per_second=rate) as display:
 
         def follow(progress: "Progress") -> None:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:  # rich is imported where it is used: --json does not need it
 
 ASCII = str.maketrans({"→": "->", "×": "x", "█": "#", "▌": "#", "–": "-", "…": "..."})
 """Replacements for terminals whose encoding is not Unicode."""
-INDENT = "  "  # the indentation of everything below a section's title, except in the first section
 FOLDER = Path(__file__).parent
 NARROWEST = 8  # characters that a column of words keeps, however narrow the terminal is
 
@@ -38,6 +37,12 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         widths = {len(self.header), len(self.align), *map(len, self.rows)}
         assert len(widths) == 1, f"every row needs as many cells as the header, but there are rows of {sorted(widths)}"
+
+
+def from_columns(columns: dict[str, list[str]], words: Iterable[str], caption: str = "") -> Table:
+    """A table from its columns by title. `words` names those that are left-aligned."""
+    align = "".join("l" if name in words else "r" for name in columns)
+    return Table(header=tuple(columns), rows=tuple(zip(*columns.values(), strict=True)), align=align, caption=caption)
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +85,7 @@ def show_sections(sections: Iterable[Section], console: "Console", first_style: 
     for number, section in enumerate(sections):
         if number:
             say("")
-        indent = INDENT if number else ""
+        indent = "  " if number else ""
         say(section.title, "bold" if number else first_style)
         for sentence in section.sentences:
             say(sentence, indent=indent)

@@ -1,6 +1,5 @@
 """`oomguard tradeoffs`: a table with one row per candidate, as a DataFrame, JSON, files, and text in a terminal."""
 
-import io
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from oomguard._probe.record import Record
 from oomguard._report.curves import MAKERS, curves_of
 from oomguard._report.grid import Over, make_grid
 from oomguard._report.subject import Subject, for_charts, front_of
-from oomguard._report.tables import Section, Table, printer, show_sections
+from oomguard._report.tables import Section, Table, from_columns, printer, show_sections
 from oomguard._report.words import NONE, figure, spec_words, times
 from oomguard._spec.candidate import KNOBS
 from oomguard._spec.spec import Spec
@@ -95,12 +94,9 @@ def save(subject: Subject, table: pd.DataFrame, output: str, curve: str | None) 
     """Write the table or curves, by the suffix of the file."""
     path = Path(output)
     suffix = path.suffix.lower()
-    if suffix == ".csv":
-        return write_file(path, table.to_csv(index=False).encode(), "A table")
-    if suffix == ".parquet":
-        buffer = io.BytesIO()
-        table.to_parquet(buffer, index=False)
-        return write_file(path, buffer.getvalue(), "A table")
+    if suffix in (".csv", ".parquet"):
+        content = table.to_csv(index=False).encode() if suffix == ".csv" else table.to_parquet(index=False)
+        return write_file(path, content, "A table")
     from oomguard._report.page import save_curves  # imports Matplotlib, for which a table must not wait
 
     if suffix == ".png":
@@ -127,10 +123,8 @@ def title_words(subject: Subject) -> str:
 
 
 def where_words(subject: Subject) -> str:
-    steps, batch = (
-        values_words(subject.varied.get(name, [usual]))
-        for name, usual in (("seq", subject.spec.steps), ("batch", subject.spec.batch))
-    )
+    steps = values_words(subject.varied.get("seq", [subject.spec.steps]))
+    batch = values_words(subject.varied.get("batch", [subject.spec.batch]))
     known = times(len(subject.calibration.own), "record") if subject.calibrated else "nothing measured"
     budget = format_bytes(subject.budget_bytes)
     return f"T = {steps}, batch {batch} on {subject.target.device}, budget {budget}, {known}"
@@ -202,12 +196,7 @@ def _lines(over: Over, rows: pd.DataFrame) -> Table:
     columns["tokens/s"] = [*map(figure, rows["tokens_per_second"])]
     if rows["verdict"].notna().any():
         columns["measured"] = [*map(_measured_words, rows["measured_peak_bytes"], rows["verdict"])]
-    words = [name for name in names if isinstance(over.get(name, [0])[0], str)]
-    return Table(
-        header=tuple(columns),
-        rows=tuple(zip(*columns.values(), strict=True)),
-        align="".join("l" if name in words else "r" for name in columns),
-    )
+    return from_columns(columns, [name for name in names if isinstance(over.get(name, [0])[0], str)])
 
 
 def _measured_words(peak_bytes: Any, verdict: Any) -> str:

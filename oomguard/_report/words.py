@@ -42,6 +42,14 @@ def pieces_words(candidate: Candidate) -> str:
     return f"{candidate.segments:,}{levels}{stored}"
 
 
+def pieces_phrase(candidate: Candidate) -> str:
+    """How the candidate divides the sequence, as the end of a phrase."""
+    if candidate.window is not None:
+        return f" with a window of {candidate.window:,} steps"
+    kept = "" if candidate.recompute else " without recomputation"
+    return f" with {candidate.segments:,} segments{kept}" if candidate.segments > 1 else ""
+
+
 def setting_words(candidate: Candidate) -> dict[str, str]:
     """The precision, and every other setting that is not at its default, by the name of the knob."""
     words = {name: knob.in_words(getattr(candidate, name)) for name, knob in KNOBS.items() if name not in SHAPE}

@@ -14,18 +14,19 @@ from oomguard._core.errors import MisuseError
 from oomguard._core.units import GIB, format_seconds
 from oomguard._estimate.breakdown import estimate_step
 from oomguard._predict.fit import pareto_front
-from oomguard._report.curve import Curve, Mark, Series, memory_axis, pieces_phrase
-from oomguard._report.curves import MAKERS, curves_of
-from oomguard._report.curves_fit import front, longest_steps, predict_ways, region, rounded_down
+from oomguard._report.curve import Curve, Mark, Series
+from oomguard._report.curves import MAKERS, curves_of, front, longest_steps, predict_ways, region, rounded_down
 from oomguard._report.curves_memory import (
     ENOUGH,
     knee_row,
     largest_microbatch,
+    memory_axis,
     moments_in_order,
     segments,
     segments_sweep,
     timeline,
 )
+from oomguard._report.words import pieces_phrase
 from oomguard._spec.candidate import Candidate
 from oomguard._spec.spec import Spec
 
