@@ -185,7 +185,7 @@ def test_a_search_ends_with_its_time(rig: Rig) -> None:
     rig.before = lambda number: time.sleep(0.15)
     found = make_search(PROBLEM, seconds=LAST_SECONDS + 0.2).run(["cpu"])
     assert found.ended == "timeout"
-    assert len(found.records) == 2
+    assert 1 <= len(found.records) <= 2
     assert found.seconds < 2
 
 
