@@ -166,19 +166,17 @@ def borders_kept(pieces: Count, levels: Count) -> Count:
     >>> [borders_kept(100, levels) for levels in (1, 2, 3)]
     [99, 18, 12]
     """
-    two = _group(pieces, 2)
-    three = _group(pieces, 3)
-    within = _group(three, 2)
-    kept_two = -(-pieces // two) + two - 2
-    groups: Count = -(-three // within)
-    kept_three = -(-pieces // three) + groups + within - 3
-    return where(levels == 1, pieces - 1, where(levels == 2, kept_two, kept_three))
+    one, two, three = (_borders_on(number, pieces) for number in (1, 2, 3))
+    return where(levels == 1, one, where(levels == 2, two, three))
 
 
-def _group(pieces: Count, levels: int) -> Count:
-    """Pieces of one group on the highest of so many levels."""
+def _borders_on(levels: int, pieces: Count) -> Count:
+    """Border states alive at once: those between groups of pieces on the highest level, and those within one group."""
+    if levels == 1:
+        return pieces - 1
     size = np.ceil(np.power(np.asarray(pieces, dtype=np.float64), 1 - 1 / levels)).astype(np.int64)
-    return size if isinstance(pieces, np.ndarray) else int(size)
+    group = size if isinstance(pieces, np.ndarray) else int(size)
+    return -(-pieces // group) - 1 + _borders_on(levels - 1, group)
 
 
 def by_layer_bytes(step: Pass) -> Count:

@@ -71,11 +71,12 @@ def footprint(call: Call, *, heap: str = "tight") -> Footprint:
     freed = blocks.gate * kind.gates + (blocks.state * kind.states if heap == "system" else 0)
     with_pages = maximum(call.steps * (blocks.gate + loose - freed), entry)
     work = stacked + where(blocks.gate_small & (heap != "system"), in_the_heap, with_pages)
+    mapped, heaped = _kept_bytes(kind, blocks)
     alone = blocks.state * (2 if call.cell == "gru" else 1)
     return Footprint(
-        kept=call.steps * call.directions * _mapped_bytes(kind, blocks),
+        kept=call.steps * call.directions * mapped,
         keeps_output=False,
-        heap=call.steps * call.directions * _heap_bytes(kind, blocks),
+        heap=call.steps * call.directions * heaped,
         forward=maximum(stacked, output) if both else stacked,
         backward=maximum(work - (0 if both else output), 0),
         weight_gradients=_weight_gradients(call),
@@ -103,20 +104,19 @@ def _blocks(call: Call, heap: str) -> Blocks:
     return Blocks(heap, state, gate, in_heap(state, heap), in_heap(gate, heap))
 
 
-def _mapped_bytes(kind: Steps, blocks: Blocks) -> Count:
-    """Bytes of one step in blocks that have pages of their own."""
-    states = where(blocks.state_small, 0, mapped_bytes(blocks.state) * kind.states)
-    return states + where(blocks.gate_small, 0, mapped_bytes(blocks.gate) * kind.gates)
+def _kept_bytes(kind: Steps, blocks: Blocks) -> tuple[Count, Count]:
+    """Bytes that one step keeps in blocks with pages of their own, and in the C heap: small blocks and autograd nodes.
 
-
-def _heap_bytes(kind: Steps, blocks: Blocks) -> Count:
-    """Bytes of one step in the C heap: small blocks and autograd nodes. On CUDA there is no such heap."""
+    On CUDA there is no such heap.
+    """
+    mapped = where(blocks.state_small, 0, mapped_bytes(blocks.state) * kind.states)
+    mapped = mapped + where(blocks.gate_small, 0, mapped_bytes(blocks.gate) * kind.gates)
     if blocks.heap == "cuda":
-        return 0
+        return mapped, 0
     holes = 0 if blocks.heap == "system" else kind.holes
     filled = maximum(kind.node_bytes, where(blocks.state_small, blocks.state * holes, 0))
     states = where(blocks.state_small, blocks.state * kind.states, 0)
-    return filled + states + where(blocks.gate_small, blocks.gate * kind.gates, 0)
+    return mapped, filled + states + where(blocks.gate_small, blocks.gate * kind.gates, 0)
 
 
 def _loose_bytes(call: Call, blocks: Blocks) -> Count:
