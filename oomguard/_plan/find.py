@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from oomguard._core.errors import MisuseError, check_choice, check_whole, nearest, shown
-from oomguard._device import Device, card_index, open_device
 from oomguard._device.budget import Budget
 from oomguard._device.cpu import cores
+from oomguard._device.find import Device, card_index, find_budget, find_target, open_device
 from oomguard._estimate.target import Target
 from oomguard._plan.advice import explain
 from oomguard._plan.make import best, make_plan
@@ -92,20 +92,17 @@ def _check_knobs(spec: Spec, fixed: dict[str, Any]) -> None:
     make_candidate(spec, **{"microbatch": 1} | fixed)
 
 
-def make_sampler(question: Question, target: Target, budget: Budget) -> "Sampler":
+def make_sampler(question: Question) -> "Sampler":
     """A sampler for a study of the user's own."""
     from oomguard._search.sampler import Sampler
 
+    target, budget = find_target(question.devices[0]), find_budget(question.devices[0])
     return Sampler(_problem(question, target, [open_device(name) for name in question.devices], budget))
 
 
-def find_plan(
-    question: Question,
-    target: Target,
-    budget: Budget,
-    progress: Callable[[Progress], None] | None = None,
-) -> Plan:
-    """The plan; raises `NothingFitsError` if there is none. `budget` has the limits of the first device."""
+def find_plan(question: Question, progress: Callable[[Progress], None] | None = None) -> Plan:
+    """The plan; raises `NothingFitsError` if there is none."""
+    target, budget = find_target(question.devices[0]), find_budget(question.devices[0])
     devices = [open_device(name) for name in question.devices] if is_here(question.devices[0]) else []
     title = _title(devices) if devices else target.device
     problem = _problem(question, target, devices, budget)

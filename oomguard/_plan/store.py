@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from oomguard._core.errors import MisuseError
-from oomguard._core.system import write_file
+from oomguard._core.system import file_errors, write_file
 from oomguard._core.units import format_bytes
 from oomguard._device.cuda import SETTINGS
 from oomguard._estimate.breakdown import estimate_step
@@ -29,6 +29,7 @@ from oomguard._spec.candidate import KNOBS, Candidate, check_candidate
 from oomguard._spec.spec import Spec
 
 MAX_FILE_BYTES = 256 << 20  # a plan has some hundred KiB; a larger file is something else
+_RULE, _ADVICE = "A plan is a file that oomguard plan has written", "Give the path of a plan.json."
 _VARIABLE = re.compile("|".join([*SETTINGS, "MALLOC_[A-Z0-9_]{1,64}"]))
 _VALUE = re.compile("[ -~]{0,4096}")
 """A value that a process can be started with: it ends at a NUL, and the system refuses long ones."""
@@ -56,20 +57,17 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     True
     """
     source = Path(path)
-    try:
+    with file_errors(_RULE, source, _ADVICE, use="read"):
         if source.stat().st_size > MAX_FILE_BYTES:
             raise OSError(0, f"it is larger than {format_bytes(MAX_FILE_BYTES)}")
-        content = source.read_bytes()
-    except OSError as error:
-        raise _misuse(str(source), f"cannot be read ({error.strerror})") from None
-    return decode_plan(content, str(source))
+        return decode_plan(source.read_bytes(), str(source))
 
 
 def decode_plan(content: bytes, name: str = "The plan") -> Plan:
     try:
         version = msgspec.json.decode(content, type=_Versioned).version
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _misuse(name, f"is not one ({error})") from None
+        raise MisuseError(rule=_RULE, got=f"{name} is not one ({error})", advice=_ADVICE) from None
     if version != VERSION:
         raise MisuseError(
             rule=f"This oomguard reads plans of version {VERSION}",
@@ -79,7 +77,8 @@ def decode_plan(content: bytes, name: str = "The plan") -> Plan:
     try:
         plan = msgspec.json.decode(content, type=Plan)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _misuse(name, f"does not have the right form ({error})") from None
+        got = f"{name} does not have the right form ({error})"
+        raise MisuseError(rule=_RULE, got=got, advice=_ADVICE) from None
     for wrong in contradictions(plan):
         raise MisuseError(
             rule="A plan must agree with itself",
@@ -91,14 +90,6 @@ def decode_plan(content: bytes, name: str = "The plan") -> Plan:
 
 class _Versioned(msgspec.Struct):
     version: Any
-
-
-def _misuse(name: str, got: str) -> MisuseError:
-    return MisuseError(
-        rule="A plan is a file that oomguard plan has written",
-        got=f"{name} {got}",
-        advice="Give the path of a plan.json.",
-    )
 
 
 def contradictions(plan: Plan) -> Iterator[str]:

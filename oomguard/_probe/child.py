@@ -24,7 +24,8 @@ import msgspec
 
 from oomguard._core.system import write_all
 from oomguard._core.units import KIB, MIB, format_bytes
-from oomguard._device import Device, Reading, open_device
+from oomguard._device.budget import Reading
+from oomguard._device.find import Device, open_device
 from oomguard._probe.record import Answer, Request
 from oomguard._probe.verdict import Verdict, judge, judge_reading
 

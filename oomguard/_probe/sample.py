@@ -9,7 +9,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from oomguard._device import Device
+from oomguard._device.find import Device
 from oomguard._probe.record import Request
 from oomguard._rnn import Microbatch
 from oomguard._spec.candidate import Candidate, make_candidate
