@@ -1,18 +1,10 @@
 """The moments of a step, each with the bytes in use by term. The peak is the largest of them."""
 
-from oomguard._estimate import terms
+from oomguard._estimate import passes, terms
 from oomguard._estimate.call import Count, Flag, maximum, minimum, where
 from oomguard._estimate.engines import cudnn
 from oomguard._estimate.malloc import in_heap
-from oomguard._estimate.passes import (
-    Pass,
-    between_bytes,
-    border_bytes,
-    by_layer_bytes,
-    entry_bytes,
-    layout_copies,
-    stays_on_host,
-)
+from oomguard._estimate.passes import Pass, stays_on_host
 from oomguard._estimate.target import CUBLAS_HANDLES
 
 TERMS = ("runtime", "weights", "gradients", "optimizer", "activations", "workspace", "logits", "input", "loader")
@@ -36,7 +28,7 @@ def training_moments(step: Pass, kept: Pass) -> Moments:
     """
     spec, last = step.spec, len(step.calls) - 1
     standing = _standing(step) | {"gradients": where(_held(step), _all_gradients(step), 0)}
-    kept_bytes = _activations(kept, last) + between_bytes(kept, last) + _gathered(step, kept)
+    kept_bytes = _activations(kept, last) + passes.between_bytes(kept, last) + _gathered(step, kept)
     loss, gradient = terms.logits_bytes(spec, _predictions(step), step.element_bytes)
     found: Moments = {"forward": {"activations": kept_bytes, "workspace": step.footprints[-1].forward}}
     if step.first_trained:
@@ -89,7 +81,7 @@ def _mapped_bytes(step: Pass, kept: Pass, parts: Terms) -> tuple[Count, Count]:
     def large(block: Count, size: Count) -> Count:
         return where(in_heap(block, "system"), 0, size)
 
-    call, standing = step.footprints[-1], by_layer_bytes(kept)
+    call, standing = step.footprints[-1], passes.by_layer_bytes(kept)
     outputs = maximum(parts["activations"] - _heap_bytes(kept) - standing, 0)
     inside = outputs // 6 * 5 if step.engine == "onednn" else 0
     work = maximum(parts["workspace"] - MATH_BUFFER_BYTES, 0)
@@ -121,7 +113,7 @@ def evaluation_moments(step: Pass) -> Moments:
     """
     found: Moments = {}
     for index in sorted({0, len(step.calls) - 1}):
-        reads = entry_bytes(step) if index == 0 else step.element_bytes * step.tokens * step.calls[index].inputs
+        reads = passes.entry_bytes(step) if index == 0 else step.element_bytes * step.tokens * step.calls[index].inputs
         more = {"activations": reads + step.width_bytes, "workspace": step.footprints[index].inference}
         found[f"forward of {_name(step, index)}"] = more
     found["loss"] = {"activations": step.width_bytes, "logits": 8 * _predictions(step) * step.spec.classes}
@@ -170,13 +162,13 @@ def _activations(kept: Pass, upto: int) -> Count:
     """Bytes that forward has kept up to call `upto`, with all that stays resident in the heap."""
     first = kept.first_trained
     # what the first trained part reads: the entry, or the output of the last frozen layer
-    reads = kept.width_bytes if first else entry_bytes(kept)
-    waiting: Count = 0 if stays_on_host(kept) else border_bytes(kept) + by_layer_bytes(kept)
+    reads = kept.width_bytes if first else passes.entry_bytes(kept)
+    waiting: Count = 0 if stays_on_host(kept) else passes.border_bytes(kept) + passes.by_layer_bytes(kept)
     total = reads + waiting + _heap_bytes(kept)
     if kept.by_layer:  # one call's graph at a time
         return total + kept.footprints[upto].kept
     for index in range(first, upto + 1):
-        total = total + kept.footprints[index].kept + (between_bytes(kept, index) if index < upto else 0)
+        total = total + kept.footprints[index].kept + (passes.between_bytes(kept, index) if index < upto else 0)
     return total
 
 
@@ -195,8 +187,8 @@ def _frozen(step: Pass) -> Terms:
     buffers; each reads one output and makes the next."""
     below = step.footprints[: step.first_trained]
     busiest = maximum(*(maximum(footprint.kept + footprint.forward, footprint.inference) for footprint in below))
-    borders = 0 if stays_on_host(step) else border_bytes(step)
-    return {"activations": borders + entry_bytes(step) + 2 * step.width_bytes, "workspace": busiest}
+    borders = 0 if stays_on_host(step) else passes.border_bytes(step)
+    return {"activations": borders + passes.entry_bytes(step) + 2 * step.width_bytes, "workspace": busiest}
 
 
 def _predictions(step: Pass) -> Count:
@@ -212,7 +204,7 @@ def _backward(step: Pass, kept: Pass, index: int) -> Terms:
     new = 0 if f"layer{index}" in step.spec.frozen else step.footprints[index].weight_gradients
     copies: Count = 0
     if step.engine == "onednn" and index == len(step.calls) - 1 and not step.spec.bidirectional:
-        copies = layout_copies(step)  # of the gradient; two directions copy their halves anyway
+        copies = passes.layout_copies(step)  # of the gradient; two directions copy their halves anyway
     return {
         "gradients": new + where(_held(step), 0, above),
         "activations": _activations(kept, index) + _gathered(step, kept) + step.width_bytes * (1 + copies),

@@ -21,7 +21,6 @@ from oomguard._estimate.breakdown import estimate_step
 from oomguard._plan.make import BUCKETS_KEEP, RUNGS_KEEP, differing, plain_candidate
 from oomguard._plan.value import VERSION, Plan, Rung, figures
 from oomguard._predict.calibration import same_model
-from oomguard._probe.record import Record
 from oomguard._search.lengths import with_steps
 from oomguard._search.run import count_ooms
 from oomguard._search.space import ALLOW_WORDS
@@ -180,15 +179,15 @@ def _evidence(plan: Plan) -> Iterator[str]:
     """Check the numbers of probes, and that the record is one of the chosen candidate."""
     if plan.probes != len(plan.records) or plan.ooms != count_ooms(plan.records):
         yield "probes or ooms is not what the records say"
-    if plan.record is not None and (plan.record not in plan.records or not _is_of_the_chosen(plan, plan.record)):
+    record, kept = plan.record, tuple(KNOBS.keys() - {"segments", "window"})  # shorter sequences have fewer segments
+    if record is not None and not (
+        record in plan.records
+        and record.verdict.ran
+        and (record.seconds_per_step or 0) > 0
+        and same_model(record.spec, plan.spec)
+        and not differing(plan.candidate, record.candidate, kept)
+    ):
         yield "record is not one of the chosen candidate"
-
-
-def _is_of_the_chosen(plan: Plan, record: Record) -> bool:
-    """Whether the record has a time and the candidate's knobs (with shorter sequences, fewer segments)."""
-    if not record.verdict.ran or not same_model(record.spec, plan.spec) or not (record.seconds_per_step or 0) > 0:
-        return False
-    return not differing(plan.candidate, record.candidate, tuple(KNOBS.keys() - {"segments", "window"}))
 
 
 def _exports(plan: Plan) -> Iterator[str]:
