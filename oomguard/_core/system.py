@@ -132,13 +132,9 @@ def write_all(file: int, content: bytes | memoryview) -> None:
 
 def sync_directory(directory: Path) -> None:
     """Put a directory on the disk: only then is a new file in it there after a power cut."""
-    if os.name != "posix":
-        return
-    entry = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(entry)
-    finally:
-        os.close(entry)
+    if os.name == "posix":
+        with opened(directory, os.O_RDONLY) as entry:
+            os.fsync(entry)
 
 
 def command(call: str) -> list[str]:

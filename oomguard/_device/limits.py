@@ -100,21 +100,16 @@ def _cgroups(proc: Path, own: Status) -> Iterator[Limit]:
 
 def _ways_up(proc: Path, own: Status) -> Iterator[tuple[int, list[Path]]]:
     """The groups from this process's own up to the top of each cgroup mount, with the cgroup version (1 or 2)."""
-    paths = _group_paths(read_text(proc / "self/cgroup"))
+    paths = {}  # this process's group in v2 and in v1's memory hierarchy
+    for line in filter(None, read_text(proc / "self/cgroup").split("\n")):
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            paths[2] = path
+        elif "memory" in controllers.split(","):
+            paths[1] = path
     for version, root, point in _mounts(read_text(proc / "self/mountinfo")):
         if version in paths:
             yield version, _way_up(root, point, paths[version], own.pid)
-
-
-def _group_paths(text: str) -> dict[int, str]:
-    """The process's group in v2 and in v1's memory hierarchy, from the lines of /proc/self/cgroup."""
-    found = {}
-    for number, controllers, path in (line.split(":", 2) for line in text.split("\n") if line):
-        if number == "0" and not controllers:
-            found[2] = path
-        elif "memory" in controllers.split(","):
-            found[1] = path
-    return found
 
 
 def _mounts(text: str) -> Iterator[tuple[int, str, Path]]:

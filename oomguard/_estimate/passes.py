@@ -66,8 +66,14 @@ def make_pass(spec: Spec, candidate: Knobs, target: Target, *, steps: Count) -> 
     if target.cuda:  # the CPU computes the padding too, which is faster (model.py)
         tokens = minimum(tokens, terms.longest_tokens(spec, candidate.microbatch))
     calls = _calls(spec, candidate, target, engine, steps, tokens)
-    footprints = tuple(_footprint(call, spec, candidate, target, engine) for call in calls)
-    return Pass(spec, candidate, target, engine, calls, footprints, tokens, pieces=-(-spec.steps // steps))
+    if engine == "cudnn":
+        half, batch_first = candidate.precision == "fp16", spec.batch_first
+        footprints = [cudnn.footprint(call, target, half=half, batch_first=batch_first) for call in calls]
+    else:
+        footprint = onednn.footprint if engine == "onednn" else native.footprint
+        heap = "cuda" if target.cuda else heap_of(candidate.allocator, engine)
+        footprints = [footprint(call, heap=heap) for call in calls]
+    return Pass(spec, candidate, target, engine, calls, tuple(footprints), tokens, pieces=-(-spec.steps // steps))
 
 
 def _calls(spec: Spec, candidate: Knobs, target: Target, engine: str, steps: Count, tokens: Count) -> tuple[Call, ...]:
@@ -95,13 +101,6 @@ def _calls(spec: Spec, candidate: Knobs, target: Target, engine: str, steps: Cou
         )
         for i in range(spec.layers // layers)
     )
-
-
-def _footprint(call: Call, spec: Spec, candidate: Knobs, target: Target, engine: str) -> Footprint:
-    if engine == "cudnn":
-        return cudnn.footprint(call, target, half=candidate.precision == "fp16", batch_first=spec.batch_first)
-    heap = "cuda" if target.cuda else heap_of(candidate.allocator, engine)
-    return onednn.footprint(call, heap=heap) if engine == "onednn" else native.footprint(call, heap=heap)
 
 
 def between_bytes(step: Pass, index: int) -> Count:

@@ -38,24 +38,17 @@ class Question:
     """What a plan is asked for. Checked when it is made."""
 
     spec: Spec
-    devices: tuple[str, ...] = ("cpu",)
-    """The devices: each gets a worker, and they must be of one kind."""
-    budget_bytes: int | None = None
-    """Bytes that the training process may use; None for what is free."""
+    devices: tuple[str, ...] = ("cpu",)  # each gets a worker, and they must be of one kind
+    budget_bytes: int | None = None  # bytes that the training process may use; None for what is free
     maximize: tuple[str, ...] = ("throughput",)
-    allow: tuple[str, ...] = ("precision",)
-    """The lossy knobs that may be turned."""
-    fixed: dict[str, Any] = field(default_factory=dict)
-    """Knobs that are fixed and not searched."""
+    allow: tuple[str, ...] = ("precision",)  # the lossy knobs that may be turned
+    fixed: dict[str, Any] = field(default_factory=dict)  # knobs that are fixed and not searched
     limits: Limits = field(default_factory=Limits)
-    ledger: str | None = None
-    """A directory from which the search can be continued."""
-    storage: str | None = None
-    """A storage of Optuna's, in which several machines can search together."""
+    ledger: str | None = None  # a directory from which the search can be continued
+    storage: str | None = None  # a storage of Optuna's, in which several machines can search together
     sampler: str = "auto"
     """Who chooses the probes: `auto`, or one of Optuna's samplers for comparison: `gp`, `tpe`, `random`."""
-    open_batch: bool = False
-    """Whether the batch is to be as large as fits in one pass, whatever the spec says."""
+    open_batch: bool = False  # whether the batch is to be as large as fits in one pass, whatever the spec says
 
     def __post_init__(self) -> None:
         if not self.devices or (len(self.devices) > 1 and not all(map(is_here, self.devices))):

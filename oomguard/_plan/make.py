@@ -21,10 +21,8 @@ from oomguard._search.space import Problem
 from oomguard._spec.candidate import Candidate, make_candidate
 from oomguard._spec.spec import Spec
 
-ENOUGH = 0.98
-"""Share of the largest speed or size that is as good as all of it."""
-FRONT_POINTS = 8
-"""Sequence lengths of a front, at most."""
+ENOUGH = 0.98  # share of the largest speed or size that is as good as all of it
+FRONT_POINTS = 8  # sequence lengths of a front, at most
 SMALLER, LEAST_BYTES = 0.75, 4 * MIB
 """Growth of a fallback over the runtime, as a share of that of the fallback before it; and the least difference."""
 BUCKETS_KEEP = (*SETTING, "threads")
