@@ -105,14 +105,14 @@ def estimate_step(spec: Spec, candidate: Knobs, target: Target = CPU, *, trainin
     step, moments = step_moments(spec, candidate, target, training=training)
     totals: dict[str, Count] = {name: sum(parts.values()) for name, parts in moments.items()}
     terms_of_peak, moment = _largest(moments, totals)
-    allocated: Count | None = None
-    reserved: Count | None = None
+    on_card: dict[str, Any] = {}
     if target.cuda:  # the rest of the segments that the blocks are cut from counts as workspace
         runtime, expandable = target.runtime_bytes, candidate.allocator == "expandable"
         allocated = sum(terms_of_peak.values()) - runtime
         reserved = reserved_bytes(allocated, expandable=expandable)
         terms_of_peak = terms_of_peak | {"workspace": terms_of_peak["workspace"] + reserved - allocated}
         totals = {name: runtime + reserved_bytes(n - runtime, expandable=expandable) for name, n in totals.items()}
+        on_card = {"allocated_bytes": allocated, "reserved_bytes": reserved, "host_bytes": _host_bytes(step)}
     return Estimate(
         total_bytes=sum(terms_of_peak.values()),
         terms=terms_of_peak,
@@ -121,10 +121,8 @@ def estimate_step(spec: Spec, candidate: Knobs, target: Target = CPU, *, trainin
         engine=step.engine,
         device=target.device,
         candidate=candidate,
-        allocated_bytes=allocated,
-        reserved_bytes=reserved,
-        host_bytes=_host_bytes(step) if target.cuda else 0,
         steps=step.calls[0].steps,
+        **on_card,
     )
 
 

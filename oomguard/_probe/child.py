@@ -135,7 +135,8 @@ class Server:
         meter.warm_up()
         verdict = Verdict.FITS
         while verdict is not Verdict.OVER and len(meter.update_seconds) < request.steps:
-            if len(meter.pass_seconds) >= request.passes and meter.spent >= request.seconds:
+            spent = sum(meter.pass_seconds) + sum(meter.update_seconds)
+            if len(meter.pass_seconds) >= request.passes and spent >= request.seconds:
                 break
             meter.step()
             reading = device.reading()

@@ -12,10 +12,10 @@ import threading
 import time
 import traceback
 import weakref
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import UTC, datetime
 from signal import Signals
-from typing import IO, NamedTuple, Self
+from typing import IO, NamedTuple
 
 import msgspec
 
@@ -45,7 +45,7 @@ does not free the top of other arenas (mtrim, malloc.c, glibc 2.36: 10 to 28 MiB
 child)."""
 
 
-class Runner:
+class Runner(AbstractContextManager["Runner", None]):
     """Probes candidates on one device, one after the other. Close it, or use it as a context, to end its child.
 
     The default budget is the free memory of the device when a probe begins. Threads wait for each other.
@@ -132,9 +132,6 @@ class Runner:
         child, self._child = self._child, None
         if child is not None:
             child.end()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

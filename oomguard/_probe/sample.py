@@ -124,11 +124,6 @@ class Meter:
             value for state in self.training.optimizer.state.values() for value in state.values()
         )
 
-    @property
-    def spent(self) -> float:
-        """Seconds measured so far."""
-        return sum(self.pass_seconds) + sum(self.update_seconds)
-
     def figures(self) -> dict[str, Any]:
         """Return the times of a record. An uneven last microbatch counts by its share."""
         passes = self.spec.batch / self.candidate.microbatch
