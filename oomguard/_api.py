@@ -52,8 +52,7 @@ def estimate(
     >>> estimate(Spec(cell="lstm", seq=1000), microbatch=[1, 32], device="a100-80gb").fits.tolist()
     [True, True]
     """
-    limit_bytes = _one_budget(budget, budget_bytes)
-    spec, candidate = _read(spec, candidate, fields)
+    spec, candidate, limit_bytes = _read(spec, candidate, fields, budget, budget_bytes)
     target = find_target(device)
     if limit_bytes is None:
         limit_bytes = find_budget(device).limit_bytes
@@ -83,8 +82,7 @@ def probe(
     >>> record.verdict.name, record.steps
     ('FITS', 3)
     """
-    limit_bytes = _one_budget(budget, budget_bytes)
-    spec, chosen = _read(spec, candidate, fields)
+    spec, chosen, limit_bytes = _read(spec, candidate, fields, budget, budget_bytes)
     if isinstance(chosen, Candidates):
         raise MisuseError(
             rule="A probe runs one candidate", got="got several", advice="Probe them one by one in a Runner."
@@ -128,7 +126,7 @@ def find_feasible_config(
     limits = Limits(max_probes=max_probes, seconds=parse_seconds(timeout, "timeout"))
     more = {"limits": limits, "sampler": sampler, "ledger": ledger, "storage": storage}
     question = _question(spec, data, fields, budget, device, maximize, allow, **more)
-    return find_plan(question, find_target(question.devices[0]), find_budget(question.devices[0]), progress)
+    return find_plan(question, progress)
 
 
 def sampler(
@@ -153,8 +151,7 @@ def sampler(
     """
     from oomguard._plan.find import make_sampler
 
-    question = _question(spec, None, fields, budget, device, maximize, allow)
-    return make_sampler(question, find_target(question.devices[0]), find_budget(question.devices[0]))
+    return make_sampler(_question(spec, None, fields, budget, device, maximize, allow))
 
 
 def _question(
@@ -249,7 +246,7 @@ def guard(plan: "Plan", *, device: str | None = None, events: str | None = None)
     ...     kept.rung, kept.rows
     (0, 4)
     """
-    from oomguard._device import open_device
+    from oomguard._device.find import open_device
     from oomguard._guard import Guard
     from oomguard._guard.events import Events
 
@@ -340,19 +337,20 @@ def _split(fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _read(
-    spec: Spec | None, candidate: Candidate | Candidates | None, fields: dict[str, Any]
-) -> tuple[Spec, Candidate | Candidates]:
-    own, knobs = _split(fields)
-    spec = read_spec(spec, own)
-    return spec, read_candidate(spec, candidate, knobs)
-
-
-def _one_budget(budget: int | str | None, budget_bytes: int | None) -> int | None:
-    """The budget in bytes, given in one of two ways; None if it is not given."""
+    spec: Spec | None,
+    candidate: Candidate | Candidates | None,
+    fields: dict[str, Any],
+    budget: int | str | None,
+    budget_bytes: int | None,
+) -> tuple[Spec, Candidate | Candidates, int | None]:
+    """The spec, the candidate or candidates, and the budget in bytes, given in one of two ways; None if it is not."""
     if budget is not None and budget_bytes is not None:
         raise conflict("The budget is given once", "budget", "budget_bytes")
     check_whole("budget", budget_bytes, 0, MAX_BYTES)
-    return read_budget(budget) if budget_bytes is None else budget_bytes
+    limit_bytes = read_budget(budget) if budget_bytes is None else budget_bytes
+    own, knobs = _split(fields)
+    spec = read_spec(spec, own)
+    return spec, read_candidate(spec, candidate, knobs), limit_bytes
 
 
 def _spec_for(spec: Spec | None, data: Any, fields: dict[str, Any]) -> Spec:

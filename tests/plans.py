@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from plan.making import reckoned
 
 from oomguard._core.units import GIB
-from oomguard._device import open_device
 from oomguard._device.cpu import cpu_name
-from oomguard._device.find import find_target
+from oomguard._device.find import find_target, open_device
 from oomguard._estimate.breakdown import estimate_step
 from oomguard._estimate.target import CPU, Target
 from oomguard._plan.value import Plan, Rung, figures

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from oomguard._device import open_device
+from oomguard._device.find import open_device
 from oomguard._estimate.breakdown import estimate_step
 from oomguard._estimate.target import on_card
 from oomguard._rnn import Microbatch

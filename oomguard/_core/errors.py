@@ -96,31 +96,26 @@ class Field(NamedTuple):
 
 @cache
 def fields_of(struct: Callable[..., msgspec.Struct]) -> dict[str, Field]:
-    hints = get_type_hints(struct, include_extras=True)
-    return {
-        field.name: _field(field.name, hints[field.name], field.default)
-        for field in msgspec.structs.fields(struct)  # type: ignore[arg-type]
-    }
+    """The fields of a struct by name, as their annotations declare them."""
+    found, hints = {}, get_type_hints(struct, include_extras=True)
+    for field in msgspec.structs.fields(struct):  # type: ignore[arg-type]
+        hint, marks = hints[field.name], list[Any]()
+        if get_origin(hint) is Annotated:
+            hint, *marks = get_args(hint)
+        optional = get_origin(hint) in (Union, UnionType) and NoneType in get_args(hint)
+        if optional:
+            hint = next(part for part in get_args(hint) if part is not NoneType)
+        choices = get_args(hint) if get_origin(hint) is Literal else ()
+        kind = str if choices else get_origin(hint) or hint
+        bounds = next((mark for mark in marks if isinstance(mark, Bounds)), None)
+        found[field.name] = Field(field.name, kind, choices, bounds, optional, field.default, tuple(marks))
+    return found
 
 
 def check_fields(value: msgspec.Struct) -> None:
     """Raise unless every field has a value that it takes."""
     for field in fields_of(type(value)).values():
         field.check(getattr(value, field.name))
-
-
-def _field(name: str, hint: Any, default: Any) -> Field:
-    marks: tuple[Any, ...] = ()
-    if get_origin(hint) is Annotated:
-        hint, *rest = get_args(hint)
-        marks = tuple(rest)
-    optional = get_origin(hint) in (Union, UnionType) and NoneType in get_args(hint)
-    if optional:
-        hint = next(part for part in get_args(hint) if part is not NoneType)
-    choices = get_args(hint) if get_origin(hint) is Literal else ()
-    kind = str if choices else get_origin(hint) or hint
-    bounds = next((mark for mark in marks if isinstance(mark, Bounds)), None)
-    return Field(name, kind, choices, bounds, optional, default, marks)
 
 
 def check_whole(name: str, value: object, low: int, high: int, *, optional: bool = True) -> None:

@@ -25,11 +25,6 @@ except ImportError:  # Windows: lines are appended without a lock
 
 Value = TypeVar("Value")
 
-_START = """\
-import sys; sys.path.insert(0, {root!r}); import oomguard; sys.path[:] = {path!r}
-{call}"""
-"""The program of a child: this package, wherever it was imported from, then the `sys.path` of this process."""
-
 
 @contextmanager
 def file_errors(
@@ -132,19 +127,17 @@ def write_all(file: int, content: bytes | memoryview) -> None:
 
 def sync_directory(directory: Path) -> None:
     """Put a directory on the disk: only then is a new file in it there after a power cut."""
-    if os.name != "posix":
-        return
-    entry = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(entry)
-    finally:
-        os.close(entry)
+    if os.name == "posix":
+        with opened(directory, os.O_RDONLY) as entry:
+            os.fsync(entry)
 
 
 def command(call: str) -> list[str]:
     """The command of a child that runs a line of Python with this package and this process's `sys.path`."""
-    root = str(Path(__file__).parents[2])
-    return [sys.executable, "-c", _START.format(root=root, path=[str(entry) for entry in sys.path], call=call)]
+    root, path = str(Path(__file__).parents[2]), [str(entry) for entry in sys.path]
+    # first this package, wherever it was imported from, then the `sys.path` of this process
+    start = f"import sys; sys.path.insert(0, {root!r}); import oomguard; sys.path[:] = {path!r}"
+    return [sys.executable, "-c", f"{start}\n{call}"]
 
 
 def run_elsewhere(module: str, function: str, *arguments: Any) -> Any:

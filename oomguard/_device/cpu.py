@@ -7,7 +7,6 @@ import os
 import platform
 import re
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -26,6 +25,9 @@ NEEDED_FLAGS = {
 """Any of these sets of cpuinfo flags lets oneDNN train in that precision: bf16 from `avx512_core` on (slowly, unless
 avx512_bf16 or amx_bf16 is there too), fp16 from `avx512_core_fp16` on (oneDNN 3.12, Data Types, hardware limitations;
 torch's `mkldnn_bf16_device_check` asks for the same). Only x86: others are taken to have fp32 alone."""
+
+_at_reset: Status | None = None  # this process at the last reset: one for all devices, as the kernel keeps one peak
+_inherited_bytes: int | None = None  # the soft RLIMIT_DATA before `enforce` first changed it (-1: none)
 
 
 class Cpu(msgspec.Struct, frozen=True):
@@ -86,20 +88,21 @@ class Cpu(msgspec.Struct, frozen=True):
 
     def unlimit(self) -> None:
         """Remove the limit that `enforce` set."""
-        if _marks.inherited_bytes is not None:
-            _set_soft_limit(_marks.inherited_bytes)
+        if _inherited_bytes is not None:
+            _set_soft_limit(_inherited_bytes)
 
     def reset(self) -> None:
         """Begin a new section: peaks count from here."""
+        global _at_reset
         with suppress(OSError):  # not Linux, or not allowed here: the peak stays that of the process's whole life
             (PROC / "self/clear_refs").write_text("5")
-        _marks.reset = read_status()
+        _at_reset = read_status()
 
     def reading(self) -> Reading:
         """The memory that this process uses, now and at most since the reset."""
         now = read_status()
         assert now is not None  # this process is not gone
-        start = _marks.reset or now
+        start = _at_reset or now
         return Reading(
             peak_bytes=now.peak_bytes,
             now_bytes=now.resident_bytes,
@@ -132,19 +135,6 @@ def cores() -> int:
     return max(1, min(allowed, math.ceil(limits.cpu_quota() or allowed)))
 
 
-@dataclass(slots=True)
-class _Marks:
-    """State between calls, one for the process, as the kernel keeps one."""
-
-    reset: Status | None = None
-    """This process at the last reset."""
-    inherited_bytes: int | None = None
-    """The soft RLIMIT_DATA before `enforce` first changed it (-1: none)."""
-
-
-_marks = _Marks()
-
-
 def cpu_name(proc: Path = PROC) -> str:
     """The processor's name, for a plan's environment."""
     found = re.search(r"^model name\s*:\s*(.+)$", read_text(proc / "cpuinfo"), re.MULTILINE)
@@ -173,8 +163,9 @@ def _set_soft_limit(limit_bytes: int) -> None:
     """The soft RLIMIT_DATA, but never above the hard one or the soft one that this process came with."""
     import resource
 
+    global _inherited_bytes
     soft_bytes, hard_bytes = resource.getrlimit(resource.RLIMIT_DATA)
-    if _marks.inherited_bytes is None:
-        _marks.inherited_bytes = soft_bytes
-    finite = [one for one in (limit_bytes, _marks.inherited_bytes, hard_bytes) if one != resource.RLIM_INFINITY]
+    if _inherited_bytes is None:
+        _inherited_bytes = soft_bytes
+    finite = [one for one in (limit_bytes, _inherited_bytes, hard_bytes) if one != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_DATA, (min(finite, default=resource.RLIM_INFINITY), hard_bytes))

@@ -48,7 +48,18 @@ class Cuda(msgspec.Struct, frozen=True):
 
             if not torch.cuda.is_available():
                 raise
-        return _status_by_torch(self.index)
+        nvml.check_index(self.index, torch.cuda.device_count())
+        about = torch.cuda.get_device_properties(self.index)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self.index)
+        return CardStatus(
+            name=about.name,
+            uuid=str(getattr(about, "uuid", "")),
+            compute_capability=(about.major, about.minor),
+            total_bytes=total_bytes,
+            free_bytes=free_bytes,
+            holders=(),  # CUDA does not say who holds memory
+            source="torch.cuda.mem_get_info",
+        )
 
     def title(self) -> str:
         return self.status().name
@@ -178,21 +189,3 @@ def count_cards() -> int:
         if not torch.cuda.is_available():
             raise
         return torch.cuda.device_count()
-
-
-def _status_by_torch(index: int) -> CardStatus:
-    """The card as CUDA shows it to this process; it does not say who else holds memory."""
-    import torch
-
-    nvml.check_index(index, torch.cuda.device_count())
-    about = torch.cuda.get_device_properties(index)
-    free_bytes, total_bytes = torch.cuda.mem_get_info(index)
-    return CardStatus(
-        name=about.name,
-        uuid=str(getattr(about, "uuid", "")),
-        compute_capability=(about.major, about.minor),
-        total_bytes=total_bytes,
-        free_bytes=free_bytes,
-        holders=(),
-        source="torch.cuda.mem_get_info",
-    )

@@ -81,18 +81,15 @@ def find_budget(device: str) -> Budget:
     index = card_index(device)
     if index is not None:
         return Cuda(index).budget()
-    if device == "cpu":
-        return _resident_too(Cpu().budget())
-    card = cards.card(device)
-    memory = Limit.read("card memory", f"an empty {card.name}: {card.source}", card.usable_bytes)
-    return Budget(device=card.name, limits=(memory,))
-
-
-def _resident_too(budget: Budget) -> Budget:
-    """Add a limit of resident bytes, which estimates count, for a limit of committed bytes (an rlimit)."""
+    if device != "cpu":
+        card = cards.card(device)
+        memory = Limit.read("card memory", f"an empty {card.name}: {card.source}", card.usable_bytes)
+        return Budget(device=card.name, limits=(memory,))
+    budget = Cpu().budget()
     committed = budget.least("committed")
     if committed is None:
         return budget
+    # estimates count resident bytes: a limit of committed ones (an rlimit) limits those too
     reach_bytes = committed.reach_bytes
     source = f"{committed.source}: {format_bytes(reach_bytes)} committed, up to 2.8 for each resident byte"
     same = Limit.read(f"{committed.name}, resident", source, resident_within(reach_bytes))

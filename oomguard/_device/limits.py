@@ -8,7 +8,6 @@ Swap is not counted: training that swaps is as good as stopped.
 """
 
 import glob
-import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -16,6 +15,9 @@ from pathlib import Path, PurePosixPath
 from oomguard._core.units import KIB, MAX_BYTES
 from oomguard._device.budget import Budget, Limit
 from oomguard._device.proc import PROC, Status, read_sizes, read_status, read_text
+
+LIMIT_FILES = {1: ("memory.limit_in_bytes",), 2: ("memory.max", "memory.high")}
+"""Limits of a cgroup, by version. Over memory.high nothing is killed, but all of the group is throttled to a crawl."""
 
 
 def budget(proc: Path = PROC) -> Budget:
@@ -93,26 +95,21 @@ def _cgroups(proc: Path, own: Status) -> Iterator[Limit]:
             if group.is_dir() and (key := (group.stat().st_dev, group.stat().st_ino)) not in seen:
                 seen.add(key)
                 groups.append(group)
-        yield from _v2_limits(groups, own) if version == 2 else _v1_limits(groups, own)
+        yield from _group_limits(groups, version, own)
 
 
 def _ways_up(proc: Path, own: Status) -> Iterator[tuple[int, list[Path]]]:
     """The groups from this process's own up to the top of each cgroup mount, with the cgroup version (1 or 2)."""
-    paths = _group_paths(read_text(proc / "self/cgroup"))
+    paths = {}  # this process's group in v2 and in v1's memory hierarchy
+    for line in filter(None, read_text(proc / "self/cgroup").split("\n")):
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            paths[2] = path
+        elif "memory" in controllers.split(","):
+            paths[1] = path
     for version, root, point in _mounts(read_text(proc / "self/mountinfo")):
         if version in paths:
             yield version, _way_up(root, point, paths[version], own.pid)
-
-
-def _group_paths(text: str) -> dict[int, str]:
-    """The process's group in v2 and in v1's memory hierarchy, from the lines of /proc/self/cgroup."""
-    found = {}
-    for number, controllers, path in (line.split(":", 2) for line in text.split("\n") if line):
-        if number == "0" and not controllers:
-            found[2] = path
-        elif "memory" in controllers.split(","):
-            found[1] = path
-    return found
 
 
 def _mounts(text: str) -> Iterator[tuple[int, str, Path]]:
@@ -158,28 +155,21 @@ def _lists(group: Path, pid: int | None) -> bool:
     return pid is not None and str(pid) in read_text(group / "cgroup.procs").split()
 
 
-def _v2_limits(groups: list[Path], own: Status) -> Iterator[Limit]:
-    """Over memory.high nothing is killed, but all of the group is throttled to a crawl: a limit too."""
-    for group, name in itertools.product(groups, ("memory.max", "memory.high")):
-        limit_bytes = _number(read_text(group / name))
-        if limit_bytes is not None:
-            yield _group_limit(group, name, limit_bytes, 2, own)
-
-
-def _v1_limits(groups: list[Path], own: Status) -> Iterator[Limit]:
-    """Limits of v1 groups, and `hierarchical_memory_limit`: the least limit of all ancestors, visible or not."""
+def _group_limits(groups: list[Path], version: int, own: Status) -> Iterator[Limit]:
+    """The limits of groups; in v1 also `hierarchical_memory_limit`, the least of all ancestors, visible or not."""
     least_bytes = MAX_BYTES
     for index, group in enumerate(groups):
         if index and read_text(group / "memory.use_hierarchy").strip() == "0":
-            break  # neither counts nor limits the groups below it
-        limit_bytes = _number(read_text(group / "memory.limit_in_bytes"))
-        if limit_bytes is not None:
-            least_bytes = min(least_bytes, limit_bytes)
-            yield _group_limit(group, "memory.limit_in_bytes", limit_bytes, 1, own)
+            break  # v1: neither counts nor limits the groups below it
+        for name in LIMIT_FILES[version]:
+            limit_bytes = _number(read_text(group / name))
+            if limit_bytes is not None:
+                least_bytes = min(least_bytes, limit_bytes)
+                yield _group_limit(group, name, limit_bytes, version, own)
     for group in groups[:1]:
         hidden_bytes = _stat(group).get("hierarchical_memory_limit", MAX_BYTES)
         if hidden_bytes < least_bytes:  # used of it: at least what the highest group in sight uses
-            yield _group_limit(groups[-1], "hierarchical_memory_limit", hidden_bytes, 1, own)
+            yield _group_limit(groups[-1], "hierarchical_memory_limit", hidden_bytes, version, own)
 
 
 def _group_limit(group: Path, name: str, limit_bytes: int, version: int, own: Status) -> Limit:

@@ -67,11 +67,7 @@ class CardStatus(msgspec.Struct, frozen=True, kw_only=True):
                 memory_bytes=self.total_bytes or MAX_BYTES,
                 compute_capability=self.compute_capability,
                 sms=UNKNOWN_SMS,
-                sms_seen=False,
-                inline_ecc=False,
                 shared_memory=self.total_bytes is None,
-                seen_bytes=None,
-                seen_lately=False,
                 source=self.source,
             )
 

@@ -1,6 +1,7 @@
 """Readers of /proc: files as text and sizes, and the memory of one process; psutil where there is no /proc."""
 
 import re
+import sys
 from pathlib import Path
 
 import msgspec
@@ -48,8 +49,6 @@ def read_status(pid: int | None = None, proc: Path = PROC) -> Status | None:
 
 def _by_psutil(pid: int | None) -> Status | None:
     """Read a process's memory by psutil. Windows tells a peak; macOS only this process's, in bytes instead of KiB."""
-    import sys
-
     import psutil
 
     try:

@@ -9,7 +9,7 @@ those, and each group goes in chunks that fit the cache.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,14 +105,14 @@ def estimate_step(spec: Spec, candidate: Knobs, target: Target = CPU, *, trainin
     step, moments = step_moments(spec, candidate, target, training=training)
     totals: dict[str, Count] = {name: sum(parts.values()) for name, parts in moments.items()}
     terms_of_peak, moment = _largest(moments, totals)
-    allocated: Count | None = None
-    reserved: Count | None = None
+    on_card: dict[str, Any] = {}
     if target.cuda:  # the rest of the segments that the blocks are cut from counts as workspace
         runtime, expandable = target.runtime_bytes, candidate.allocator == "expandable"
         allocated = sum(terms_of_peak.values()) - runtime
         reserved = reserved_bytes(allocated, expandable=expandable)
         terms_of_peak = terms_of_peak | {"workspace": terms_of_peak["workspace"] + reserved - allocated}
         totals = {name: runtime + reserved_bytes(n - runtime, expandable=expandable) for name, n in totals.items()}
+        on_card = {"allocated_bytes": allocated, "reserved_bytes": reserved, "host_bytes": _host_bytes(step)}
     return Estimate(
         total_bytes=sum(terms_of_peak.values()),
         terms=terms_of_peak,
@@ -121,10 +121,8 @@ def estimate_step(spec: Spec, candidate: Knobs, target: Target = CPU, *, trainin
         engine=step.engine,
         device=target.device,
         candidate=candidate,
-        allocated_bytes=allocated,
-        reserved_bytes=reserved,
-        host_bytes=_host_bytes(step) if target.cuda else 0,
         steps=step.calls[0].steps,
+        **on_card,
     )
 
 
@@ -147,12 +145,8 @@ def _largest(moments: Moments, totals: dict[str, Count]) -> tuple[Terms, Name]:
     names = np.array([*moments])
     if not index.ndim:
         return moments[str(names[index])], str(names[index])
-    largest = {term: np.zeros(index.shape, dtype=np.int64) for term in TERMS}
-    for number, parts in enumerate(moments.values()):
-        is_peak = index == number
-        for term in TERMS:
-            np.copyto(largest[term], parts[term], where=is_peak)
-    return dict(largest), names[index]
+    sizes: dict[str, list[Any]] = {term: [parts[term] for parts in moments.values()] for term in TERMS}
+    return {term: np.choose(index, sizes[term]) for term in TERMS}, names[index]
 
 
 def _host_bytes(step: Pass) -> Count:
@@ -195,33 +189,25 @@ def margin_bytes(spec: Spec, estimate: Estimate, target: Target) -> Count:
 def estimate_batch(spec: Spec, candidates: Candidates, target: Target, *, training: bool = True) -> Estimate:
     """Estimate all candidates, in their order: the figures of each are those that it has alone."""
     length = len(candidates)
-    figures: dict[str, Any] = {}
-    terms: dict[str, Ints] = {}
-    moments: dict[str, Ints] = {}
+    figures, terms, moments = dict[str, Any](), dict[str, Any](), dict[str, Any]()
     moment, engine = np.empty(length, dtype=_NAME), np.empty(length, dtype=_NAME)
     for rows, group in _groups(spec, candidates):
         found = estimate_step(spec, group, target, training=training)
-        margin = margin_bytes(spec, found, target)
-        _fill(figures, rows, {"margin_bytes": margin} | {name: getattr(found, name) for name in _FIGURES}, length)
-        _fill(terms, rows, found.terms, length)
-        _fill(moments, rows, found.moments, length)
+        own = {name: getattr(found, name) for name in _FIGURES if getattr(found, name) is not None}
+        own["margin_bytes"] = margin_bytes(spec, found, target)
+        for columns, values in ((figures, own), (terms, found.terms), (moments, found.moments)):
+            for name, value in values.items():  # a moment that a group does not have stays 0
+                columns.setdefault(name, np.zeros(length, dtype=np.int64))[rows] = value
         moment[rows], engine[rows] = found.moment, found.engine
     return Estimate(
         **figures,
-        terms=dict(terms),
+        terms=terms,
         moment=moment,
-        moments=dict(moments),
+        moments=moments,
         engine=str(engine[0]) if (engine == engine[0]).all() else engine,
         device=target.device,
         candidate=candidates,
     )
-
-
-def _fill(columns: dict[str, Ints], rows: Ints, values: Mapping[str, Count | None], length: int) -> None:
-    """Write the rows of one group into columns. A moment that a group does not have stays 0."""
-    for name, value in values.items():
-        if value is not None:
-            columns.setdefault(name, np.zeros(length, dtype=np.int64))[rows] = value
 
 
 def _groups(spec: Spec, candidates: Candidates) -> Iterator[tuple[Ints, Candidates]]:

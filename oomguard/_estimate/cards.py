@@ -47,11 +47,11 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     compute_capability: tuple[int, int]
     sms: int
     """Streaming multiprocessors. cuDNN's choice of algorithm depends on them."""
-    sms_seen: bool
-    inline_ecc: bool
-    shared_memory: bool
-    seen_bytes: int | None
-    seen_lately: bool
+    sms_seen: bool = False
+    inline_ecc: bool = False
+    shared_memory: bool = False
+    seen_bytes: int | None = None
+    seen_lately: bool = False
     source: str
 
     @property
@@ -109,20 +109,15 @@ def _index() -> tuple[dict[str, Card], dict[str, str]]:
 def _card(row: dict[str, Any], documents: str) -> Card:
     """Make a card of its row in cards.toml."""
     major, minor = map(int, row["capability"].split("."))
-    sms_seen = row.get("sms_seen", True)
-    sms_text = "SMs as a card reports them" if sms_seen else "SMs not checked on a card"
-    seen_text = row.get("seen_in", "by rule, from below")
+    fields: dict[str, Any] = {"sms_seen": True, "seen_lately": "seen_mib" in row}
+    fields |= {name: value for name, value in row.items() if name in Card.__struct_fields__}
+    sms_text = "SMs as a card reports them" if fields["sms_seen"] else "SMs not checked on a card"
     return Card(
-        name=row["name"],
+        **fields,
         memory_bytes=row["gib"] * GIB,
         compute_capability=(major, minor),
-        sms=row["sms"],
-        sms_seen=sms_seen,
-        inline_ecc=row.get("inline_ecc", False),
-        shared_memory=row.get("shared_memory", False),
         seen_bytes=row["seen_mib"] * MIB if "seen_mib" in row else None,
-        seen_lately="seen_mib" in row and row.get("seen_lately", True),
-        source=f"{documents}; {sms_text}; total memory: {seen_text}",
+        source=f"{documents}; {sms_text}; total memory: {row.get('seen_in', 'by rule, from below')}",
     )
 
 

@@ -1,18 +1,10 @@
 """The moments of a step, each with the bytes in use by term. The peak is the largest of them."""
 
-from oomguard._estimate import terms
+from oomguard._estimate import passes, terms
 from oomguard._estimate.call import Count, Flag, maximum, minimum, where
 from oomguard._estimate.engines import cudnn
 from oomguard._estimate.malloc import in_heap
-from oomguard._estimate.passes import (
-    Pass,
-    between_bytes,
-    border_bytes,
-    by_layer_bytes,
-    entry_bytes,
-    layout_copies,
-    stays_on_host,
-)
+from oomguard._estimate.passes import Pass, stays_on_host
 from oomguard._estimate.target import CUBLAS_HANDLES
 
 TERMS = ("runtime", "weights", "gradients", "optimizer", "activations", "workspace", "logits", "input", "loader")
@@ -34,20 +26,27 @@ def training_moments(step: Pass, kept: Pass) -> Moments:
 
     `kept` is the pass whose activations live at once: the same piece, or the whole sequence if nothing is recomputed.
     """
+    spec, last = step.spec, len(step.calls) - 1
     standing = _standing(step) | {"gradients": where(_held(step), _all_gradients(step), 0)}
-    layers = range(step.first_trained, len(step.calls))
-    found: Moments = {"forward": _plus(standing, _forward(step, kept))}
+    kept_bytes = _activations(kept, last) + passes.between_bytes(kept, last) + _gathered(step, kept)
+    loss, gradient = terms.logits_bytes(spec, _predictions(step), step.element_bytes)
+    found: Moments = {"forward": {"activations": kept_bytes, "workspace": step.footprints[-1].forward}}
     if step.first_trained:
-        found["forward of the frozen layers"] = _plus(standing, _frozen(step))
-    found["loss"] = _plus(standing, _loss(step, kept))
-    found["backward of the head"] = _plus(standing, _head(step, kept))
+        found["forward of the frozen layers"] = _frozen(step)
+    found["loss"] = {"activations": kept_bytes, "logits": loss}
+    found["backward of the head"] = {
+        "gradients": terms.gradients_bytes(spec)["embedding" if spec.tied else "head"],
+        "activations": kept_bytes + step.width_bytes,
+        "logits": gradient,
+    }
     # between the second and the last layer every figure is linear in the layer: the ends tell the peak
-    for layer in sorted({index for index in (layers.start, layers.start + 1, layers.stop - 1) if index in layers}):
-        found[f"backward of {_name(step, layer)}"] = _plus(standing, _backward(step, kept, layer))
-    if step.spec.vocab is not None and "embedding" not in step.spec.frozen:
-        found["backward of the embedding"] = _plus(standing, _embedding(step))
-    found["optimizer"] = _plus(standing | {"input": 0}, _optimizer(step))  # the microbatch is gone
-    return found
+    first = step.first_trained
+    for layer in sorted({index for index in (first, first + 1, last) if first <= index <= last}):
+        found[f"backward of {_name(step, layer)}"] = _backward(step, kept, layer)
+    if spec.vocab is not None and "embedding" not in spec.frozen:
+        found["backward of the embedding"] = _embedding(step)
+    update = {"optimizer": _optimizer(step)}
+    return _plus(standing, found) | _plus(standing | {"input": 0}, update)  # by then the microbatch is gone
 
 
 def in_system_heap(step: Pass, kept: Pass, found: Moments) -> Moments:
@@ -82,7 +81,7 @@ def _mapped_bytes(step: Pass, kept: Pass, parts: Terms) -> tuple[Count, Count]:
     def large(block: Count, size: Count) -> Count:
         return where(in_heap(block, "system"), 0, size)
 
-    call, standing = step.footprints[-1], by_layer_bytes(kept)
+    call, standing = step.footprints[-1], passes.by_layer_bytes(kept)
     outputs = maximum(parts["activations"] - _heap_bytes(kept) - standing, 0)
     inside = outputs // 6 * 5 if step.engine == "onednn" else 0
     work = maximum(parts["workspace"] - MATH_BUFFER_BYTES, 0)
@@ -93,9 +92,11 @@ def _mapped_bytes(step: Pass, kept: Pass, parts: Terms) -> tuple[Count, Count]:
     return mapped, parts["logits"] - logits
 
 
-def _plus(standing: Terms, more: Terms) -> Terms:
-    """Add the bytes of one moment to those in use at every moment."""
-    return standing | {term: standing[term] + size for term, size in more.items()}
+def _plus(standing: Terms, moments: Moments) -> Moments:
+    """Add the bytes in use at every moment to those of each."""
+    return {
+        name: standing | {term: standing[term] + size for term, size in more.items()} for name, more in moments.items()
+    }
 
 
 def _name(step: Pass, index: int) -> str:
@@ -110,34 +111,28 @@ def evaluation_moments(step: Pass) -> Moments:
 
     The optimizer's state counts: evaluation comes between training steps.
     """
-    standing = _standing(step)
     found: Moments = {}
     for index in sorted({0, len(step.calls) - 1}):
-        reads = entry_bytes(step) if index == 0 else step.element_bytes * step.tokens * step.calls[index].inputs
+        reads = passes.entry_bytes(step) if index == 0 else step.element_bytes * step.tokens * step.calls[index].inputs
         more = {"activations": reads + step.width_bytes, "workspace": step.footprints[index].inference}
-        found[f"forward of {_name(step, index)}"] = _plus(standing, more)
-    logits = 8 * _predictions(step) * step.spec.classes
-    found["loss"] = _plus(standing, {"activations": step.width_bytes, "logits": logits})
-    return found
+        found[f"forward of {_name(step, index)}"] = more
+    found["loss"] = {"activations": step.width_bytes, "logits": 8 * _predictions(step) * step.spec.classes}
+    return _plus(_standing(step), found)
 
 
 def _standing(step: Pass) -> Terms:
     """Bytes in use at every moment: runtime, weights, optimizer state, the microbatch, the loader's part (CPU)."""
     spec, candidate, target = step.spec, step.candidate, step.target
+    scaler = terms.SCALER_BYTES if candidate.precision == "fp16" else 0
+    microbatch = terms.input_bytes(spec, candidate)
     return dict.fromkeys(TERMS, 0) | {
         "runtime": target.runtime_bytes,
         "weights": terms.weights_bytes(spec) + _cast_bytes(step),
         "optimizer": 0 if candidate.offload and target.cuda else terms.optimizer_bytes(spec, candidate),
-        "workspace": _libraries(step),
-        "input": _input_bytes(step),
+        "workspace": CUBLAS_HANDLES * target.cublas_bytes + scaler if target.cuda else MATH_BUFFER_BYTES,
+        "input": -(-microbatch // step.pieces) if stays_on_host(step) else microbatch,
         "loader": 0 if target.cuda else terms.loader_bytes(spec, candidate, pinned=False),
     }
-
-
-def _input_bytes(step: Pass) -> Count:
-    """The microbatch, or only the piece of it that has come over."""
-    whole = terms.input_bytes(step.spec, step.candidate)
-    return -(-whole // step.pieces) if stays_on_host(step) else whole
 
 
 def _cast_bytes(step: Pass) -> int:
@@ -148,13 +143,6 @@ def _cast_bytes(step: Pass) -> int:
     if not step.spec.tied:
         parts.pop("embedding", None)
     return 2 * sum(terms.elements(shapes) for shapes in parts.values())
-
-
-def _libraries(step: Pass) -> int:
-    if not step.target.cuda:
-        return MATH_BUFFER_BYTES
-    scaler = terms.SCALER_BYTES if step.candidate.precision == "fp16" else 0
-    return CUBLAS_HANDLES * step.target.cublas_bytes + scaler
 
 
 def _held(step: Pass) -> Flag:
@@ -174,41 +162,24 @@ def _activations(kept: Pass, upto: int) -> Count:
     """Bytes that forward has kept up to call `upto`, with all that stays resident in the heap."""
     first = kept.first_trained
     # what the first trained part reads: the entry, or the output of the last frozen layer
-    reads = kept.width_bytes if first else entry_bytes(kept)
-    total = reads + _borders(kept) + _heap_bytes(kept)
-    if kept.by_layer:  # one call's graph at a time; whole outputs of all layers (the last becomes its own gradient)
-        return total + (0 if stays_on_host(kept) else by_layer_bytes(kept)) + kept.footprints[upto].kept
+    reads = kept.width_bytes if first else passes.entry_bytes(kept)
+    waiting: Count = 0 if stays_on_host(kept) else passes.border_bytes(kept) + passes.by_layer_bytes(kept)
+    total = reads + waiting + _heap_bytes(kept)
+    if kept.by_layer:  # one call's graph at a time
+        return total + kept.footprints[upto].kept
     for index in range(first, upto + 1):
-        total = total + kept.footprints[index].kept + (between_bytes(kept, index) if index < upto else 0)
+        total = total + kept.footprints[index].kept + (passes.between_bytes(kept, index) if index < upto else 0)
     return total
-
-
-def _borders(step: Pass) -> Count:
-    return 0 if stays_on_host(step) else border_bytes(step)
-
-
-def _all_activations(step: Pass, kept: Pass) -> Count:
-    last = len(kept.calls) - 1
-    return _activations(kept, last) + between_bytes(kept, last) + _gathered(step, kept)
 
 
 def _gathered(step: Pass, kept: Pass) -> Count:
     """Chunks that are kept differentiate the head at once, and hold the gradients of their outputs until the end; the
-    graph of each has a copy of the weights of its own, if they are cast."""
+    graph of each has a flat copy of cuDNN's weights of its own, if they are cast. (`_cast_bytes` has the first.)"""
     outputs = kept.width_bytes - step.width_bytes if step.spec.head == "per-step" else 0
-    return outputs + where(step.candidate.recompute, 0, step.pieces - 1) * _recast_bytes(step)
-
-
-def _recast_bytes(step: Pass) -> int:
-    """cuDNN: the flat copy of its weights in half precision that a call makes and keeps until backward. (The first of
-    them is among the weights, `_cast_bytes`.)"""
-    half = step.engine == "cudnn" and step.candidate.precision != "fp32"
-    return sum(int(cudnn.flat_weight_bytes(call)) for call in step.calls) if half else 0
-
-
-def _forward(step: Pass, kept: Pass) -> Terms:
-    """The last call's forward: everything kept, and what it needs while it runs."""
-    return {"activations": _all_activations(step, kept), "workspace": step.footprints[-1].forward}
+    if step.engine != "cudnn" or step.candidate.precision == "fp32":
+        return outputs
+    copy = sum(int(cudnn.flat_weight_bytes(call)) for call in step.calls)
+    return outputs + where(step.candidate.recompute, 0, step.pieces - 1) * copy
 
 
 def _frozen(step: Pass) -> Terms:
@@ -216,27 +187,12 @@ def _frozen(step: Pass) -> Terms:
     buffers; each reads one output and makes the next."""
     below = step.footprints[: step.first_trained]
     busiest = maximum(*(maximum(footprint.kept + footprint.forward, footprint.inference) for footprint in below))
-    return {"activations": _borders(step) + entry_bytes(step) + 2 * step.width_bytes, "workspace": busiest}
+    borders = 0 if stays_on_host(step) else passes.border_bytes(step)
+    return {"activations": borders + passes.entry_bytes(step) + 2 * step.width_bytes, "workspace": busiest}
 
 
 def _predictions(step: Pass) -> Count:
     return step.tokens if step.spec.head == "per-step" else step.candidate.microbatch
-
-
-def _loss(step: Pass, kept: Pass) -> Terms:
-    """The loss: everything kept, the outputs and the loss's own buffers."""
-    logits, _ = terms.logits_bytes(step.spec, _predictions(step), step.element_bytes)
-    return {"activations": _all_activations(step, kept), "logits": logits}
-
-
-def _head(step: Pass, kept: Pass) -> Terms:
-    """The head's backward: the gradients of the outputs, of its weights and of the last layer's output."""
-    _, logits = terms.logits_bytes(step.spec, _predictions(step), step.element_bytes)
-    return {
-        "gradients": terms.gradients_bytes(step.spec)["embedding" if step.spec.tied else "head"],
-        "activations": _all_activations(step, kept) + step.width_bytes,
-        "logits": logits,
-    }
 
 
 def _backward(step: Pass, kept: Pass, index: int) -> Terms:
@@ -248,7 +204,7 @@ def _backward(step: Pass, kept: Pass, index: int) -> Terms:
     new = 0 if f"layer{index}" in step.spec.frozen else step.footprints[index].weight_gradients
     copies: Count = 0
     if step.engine == "onednn" and index == len(step.calls) - 1 and not step.spec.bidirectional:
-        copies = layout_copies(step)  # of the gradient; two directions copy their halves anyway
+        copies = passes.layout_copies(step)  # of the gradient; two directions copy their halves anyway
     return {
         "gradients": new + where(_held(step), 0, above),
         "activations": _activations(kept, index) + _gathered(step, kept) + step.width_bytes * (1 + copies),

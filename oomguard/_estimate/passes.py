@@ -66,8 +66,14 @@ def make_pass(spec: Spec, candidate: Knobs, target: Target, *, steps: Count) -> 
     if target.cuda:  # the CPU computes the padding too, which is faster (model.py)
         tokens = minimum(tokens, terms.longest_tokens(spec, candidate.microbatch))
     calls = _calls(spec, candidate, target, engine, steps, tokens)
-    footprints = tuple(_footprint(call, spec, candidate, target, engine) for call in calls)
-    return Pass(spec, candidate, target, engine, calls, footprints, tokens, pieces=-(-spec.steps // steps))
+    if engine == "cudnn":
+        half, batch_first = candidate.precision == "fp16", spec.batch_first
+        footprints = [cudnn.footprint(call, target, half=half, batch_first=batch_first) for call in calls]
+    else:
+        footprint = onednn.footprint if engine == "onednn" else native.footprint
+        heap = "cuda" if target.cuda else heap_of(candidate.allocator, engine)
+        footprints = [footprint(call, heap=heap) for call in calls]
+    return Pass(spec, candidate, target, engine, calls, tuple(footprints), tokens, pieces=-(-spec.steps // steps))
 
 
 def _calls(spec: Spec, candidate: Knobs, target: Target, engine: str, steps: Count, tokens: Count) -> tuple[Call, ...]:
@@ -95,13 +101,6 @@ def _calls(spec: Spec, candidate: Knobs, target: Target, engine: str, steps: Cou
         )
         for i in range(spec.layers // layers)
     )
-
-
-def _footprint(call: Call, spec: Spec, candidate: Knobs, target: Target, engine: str) -> Footprint:
-    if engine == "cudnn":
-        return cudnn.footprint(call, target, half=candidate.precision == "fp16", batch_first=spec.batch_first)
-    heap = "cuda" if target.cuda else heap_of(candidate.allocator, engine)
-    return onednn.footprint(call, heap=heap) if engine == "onednn" else native.footprint(call, heap=heap)
 
 
 def between_bytes(step: Pass, index: int) -> Count:
@@ -166,19 +165,17 @@ def borders_kept(pieces: Count, levels: Count) -> Count:
     >>> [borders_kept(100, levels) for levels in (1, 2, 3)]
     [99, 18, 12]
     """
-    two = _group(pieces, 2)
-    three = _group(pieces, 3)
-    within = _group(three, 2)
-    kept_two = -(-pieces // two) + two - 2
-    groups: Count = -(-three // within)
-    kept_three = -(-pieces // three) + groups + within - 3
-    return where(levels == 1, pieces - 1, where(levels == 2, kept_two, kept_three))
+    one, two, three = (_borders_on(number, pieces) for number in (1, 2, 3))
+    return where(levels == 1, one, where(levels == 2, two, three))
 
 
-def _group(pieces: Count, levels: int) -> Count:
-    """Pieces of one group on the highest of so many levels."""
+def _borders_on(levels: int, pieces: Count) -> Count:
+    """Border states alive at once: those between groups of pieces on the highest level, and those within one group."""
+    if levels == 1:
+        return pieces - 1
     size = np.ceil(np.power(np.asarray(pieces, dtype=np.float64), 1 - 1 / levels)).astype(np.int64)
-    return size if isinstance(pieces, np.ndarray) else int(size)
+    group = size if isinstance(pieces, np.ndarray) else int(size)
+    return -(-pieces // group) - 1 + _borders_on(levels - 1, group)
 
 
 def by_layer_bytes(step: Pass) -> Count:

@@ -74,11 +74,9 @@ def engine_for(spec: Spec, candidate: Knobs, target: Target) -> str:
 
     On CUDA that is cuDNN; on the CPU oneDNN for LSTM without projection, otherwise PyTorch's own kernels.
     """
-    onednn = spec.cell == "lstm" and spec.projection is None
-    if target.cuda:
-        possible = ["cudnn", "native"]
-    else:
-        possible = ["onednn", "native"] if onednn else ["native"]
+    possible = ["cudnn" if target.cuda else "onednn", "native"]
+    if not target.cuda and (spec.cell != "lstm" or spec.projection is not None):
+        possible = ["native"]
     if candidate.engine is None:
         return possible[0]
     if candidate.engine not in possible:

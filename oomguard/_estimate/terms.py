@@ -113,11 +113,8 @@ def input_bytes(spec: Spec, candidate: Knobs) -> Count:
     """
     tokens = spec.steps * candidate.microbatch  # padded: packing is done on the way into the kernel
     targets = tokens if spec.head == "per-step" else candidate.microbatch
-    return tokens * (8 if spec.vocab else 4 * spec.inputs) + targets * _target_bytes(spec)
-
-
-def _target_bytes(spec: Spec) -> int:
-    return 8 if spec.loss == "cross-entropy" else 4 * spec.classes
+    target_bytes = 8 if spec.loss == "cross-entropy" else 4 * spec.classes
+    return tokens * (8 if spec.vocab else 4 * spec.inputs) + targets * target_bytes
 
 
 def longest_tokens(spec: Spec, microbatch: Count) -> Count:

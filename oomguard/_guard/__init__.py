@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from oomguard._core.errors import GuardError, MisuseError
 from oomguard._core.units import format_bytes
-from oomguard._device import Device, open_device
+from oomguard._device.find import Device, open_device
 from oomguard._guard.events import Events
 from oomguard._guard.ladder import LadderPosition, LadderRung, Pressure, Watch, make_ladder
 from oomguard._guard.update import Updates

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import msgspec
 
 from oomguard._core.units import MIB, format_bytes
-from oomguard._device import Device, Reading
-from oomguard._device.budget import Limit
+from oomguard._device.budget import Limit, Reading
+from oomguard._device.find import Device
 from oomguard._estimate.breakdown import estimate_step
 from oomguard._plan.buckets import Bucket
 from oomguard._plan.value import Plan, Rung

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from oomguard._core.errors import MisuseError, check_choice, check_whole, nearest, shown
-from oomguard._device import Device, card_index, open_device
 from oomguard._device.budget import Budget
 from oomguard._device.cpu import cores
+from oomguard._device.find import Device, card_index, find_budget, find_target, open_device
 from oomguard._estimate.target import Target
 from oomguard._plan.advice import explain
 from oomguard._plan.make import best, make_plan
@@ -38,24 +38,17 @@ class Question:
     """What a plan is asked for. Checked when it is made."""
 
     spec: Spec
-    devices: tuple[str, ...] = ("cpu",)
-    """The devices: each gets a worker, and they must be of one kind."""
-    budget_bytes: int | None = None
-    """Bytes that the training process may use; None for what is free."""
+    devices: tuple[str, ...] = ("cpu",)  # each gets a worker, and they must be of one kind
+    budget_bytes: int | None = None  # bytes that the training process may use; None for what is free
     maximize: tuple[str, ...] = ("throughput",)
-    allow: tuple[str, ...] = ("precision",)
-    """The lossy knobs that may be turned."""
-    fixed: dict[str, Any] = field(default_factory=dict)
-    """Knobs that are fixed and not searched."""
+    allow: tuple[str, ...] = ("precision",)  # the lossy knobs that may be turned
+    fixed: dict[str, Any] = field(default_factory=dict)  # knobs that are fixed and not searched
     limits: Limits = field(default_factory=Limits)
-    ledger: str | None = None
-    """A directory from which the search can be continued."""
-    storage: str | None = None
-    """A storage of Optuna's, in which several machines can search together."""
+    ledger: str | None = None  # a directory from which the search can be continued
+    storage: str | None = None  # a storage of Optuna's, in which several machines can search together
     sampler: str = "auto"
     """Who chooses the probes: `auto`, or one of Optuna's samplers for comparison: `gp`, `tpe`, `random`."""
-    open_batch: bool = False
-    """Whether the batch is to be as large as fits in one pass, whatever the spec says."""
+    open_batch: bool = False  # whether the batch is to be as large as fits in one pass, whatever the spec says
 
     def __post_init__(self) -> None:
         if not self.devices or (len(self.devices) > 1 and not all(map(is_here, self.devices))):
@@ -92,20 +85,17 @@ def _check_knobs(spec: Spec, fixed: dict[str, Any]) -> None:
     make_candidate(spec, **{"microbatch": 1} | fixed)
 
 
-def make_sampler(question: Question, target: Target, budget: Budget) -> "Sampler":
+def make_sampler(question: Question) -> "Sampler":
     """A sampler for a study of the user's own."""
     from oomguard._search.sampler import Sampler
 
+    target, budget = find_target(question.devices[0]), find_budget(question.devices[0])
     return Sampler(_problem(question, target, [open_device(name) for name in question.devices], budget))
 
 
-def find_plan(
-    question: Question,
-    target: Target,
-    budget: Budget,
-    progress: Callable[[Progress], None] | None = None,
-) -> Plan:
-    """The plan; raises `NothingFitsError` if there is none. `budget` has the limits of the first device."""
+def find_plan(question: Question, progress: Callable[[Progress], None] | None = None) -> Plan:
+    """The plan; raises `NothingFitsError` if there is none."""
+    target, budget = find_target(question.devices[0]), find_budget(question.devices[0])
     devices = [open_device(name) for name in question.devices] if is_here(question.devices[0]) else []
     title = _title(devices) if devices else target.device
     problem = _problem(question, target, devices, budget)

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -10,20 +10,7 @@ import numpy as np
 from oomguard._core.units import MIB
 from oomguard._estimate.breakdown import estimate_step
 from oomguard._plan.buckets import cut, make_buckets, padded_share, padded_tokens
-from oomguard._plan.value import (
-    Aim,
-    Allowed,
-    Calibrated,
-    Ended,
-    Environment,
-    LossyGain,
-    Padding,
-    Plain,
-    Plan,
-    Point,
-    Rung,
-    figures,
-)
+from oomguard._plan.value import Calibrated, Environment, LossyGain, Padding, Plain, Plan, Point, Rung, figures
 from oomguard._predict.calibration import Calibration
 from oomguard._predict.fit import pareto_front
 from oomguard._probe.record import Record
@@ -34,10 +21,8 @@ from oomguard._search.space import Problem
 from oomguard._spec.candidate import Candidate, make_candidate
 from oomguard._spec.spec import Spec
 
-ENOUGH = 0.98
-"""Share of the largest speed or size that is as good as all of it."""
-FRONT_POINTS = 8
-"""Sequence lengths of a front, at most."""
+ENOUGH = 0.98  # share of the largest speed or size that is as good as all of it
+FRONT_POINTS = 8  # sequence lengths of a front, at most
 SMALLER, LEAST_BYTES = 0.75, 4 * MIB
 """Growth of a fallback over the runtime, as a share of that of the fallback before it; and the least difference."""
 BUCKETS_KEEP = (*SETTING, "threads")
@@ -68,15 +53,16 @@ def make_plan(
     estimate, expected = figures(estimated), before.predict(estimated)[0]
     runtime_bytes = estimate.terms["runtime"]  # assumed: a tiny model on a smaller runtime peaks below it
     ratio = max(0, expected.peak_bytes - runtime_bytes) / max(1, estimate.total_bytes - runtime_bytes)
+    choices = problem.space.choices
+    words: dict[str, Any] = {"maximize": problem.maximize, "allow": choices.allow, "ended": result.ended}
     plan = Plan(
+        **words,
         spec=spec,
         candidate=candidate,
         where=problem.target,
         budget_bytes=problem.budget_bytes,
         asked_budget_bytes=asked_budget_bytes,
-        maximize=cast("tuple[Aim, ...]", problem.maximize),
-        allow=cast("tuple[Allowed, ...]", problem.space.choices.allow),
-        fixed=problem.space.choices.fixed,
+        fixed=choices.fixed,
         estimate=estimate,
         expected=expected.for_plan(timed=timed),
         record=record,
@@ -94,7 +80,6 @@ def make_plan(
         probes=len(records),
         ooms=count_ooms(records),
         records=tuple(records),
-        ended=cast("Ended", result.ended),
         seconds=round(result.seconds, 3),
         environment=environment,
         exports={} if exports is None else exports(candidate, estimate.engine),

@@ -14,14 +14,13 @@ from typing import Any
 import msgspec
 
 from oomguard._core.errors import MisuseError
-from oomguard._core.system import write_file
+from oomguard._core.system import file_errors, write_file
 from oomguard._core.units import format_bytes
 from oomguard._device.cuda import SETTINGS
 from oomguard._estimate.breakdown import estimate_step
 from oomguard._plan.make import BUCKETS_KEEP, RUNGS_KEEP, differing, plain_candidate
 from oomguard._plan.value import VERSION, Plan, Rung, figures
 from oomguard._predict.calibration import same_model
-from oomguard._probe.record import Record
 from oomguard._search.lengths import with_steps
 from oomguard._search.run import count_ooms
 from oomguard._search.space import ALLOW_WORDS
@@ -29,6 +28,7 @@ from oomguard._spec.candidate import KNOBS, Candidate, check_candidate
 from oomguard._spec.spec import Spec
 
 MAX_FILE_BYTES = 256 << 20  # a plan has some hundred KiB; a larger file is something else
+_RULE, _ADVICE = "A plan is a file that oomguard plan has written", "Give the path of a plan.json."
 _VARIABLE = re.compile("|".join([*SETTINGS, "MALLOC_[A-Z0-9_]{1,64}"]))
 _VALUE = re.compile("[ -~]{0,4096}")
 """A value that a process can be started with: it ends at a NUL, and the system refuses long ones."""
@@ -56,20 +56,17 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     True
     """
     source = Path(path)
-    try:
+    with file_errors(_RULE, source, _ADVICE, use="read"):
         if source.stat().st_size > MAX_FILE_BYTES:
             raise OSError(0, f"it is larger than {format_bytes(MAX_FILE_BYTES)}")
-        content = source.read_bytes()
-    except OSError as error:
-        raise _misuse(str(source), f"cannot be read ({error.strerror})") from None
-    return decode_plan(content, str(source))
+        return decode_plan(source.read_bytes(), str(source))
 
 
 def decode_plan(content: bytes, name: str = "The plan") -> Plan:
     try:
         version = msgspec.json.decode(content, type=_Versioned).version
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _misuse(name, f"is not one ({error})") from None
+        raise MisuseError(rule=_RULE, got=f"{name} is not one ({error})", advice=_ADVICE) from None
     if version != VERSION:
         raise MisuseError(
             rule=f"This oomguard reads plans of version {VERSION}",
@@ -79,7 +76,8 @@ def decode_plan(content: bytes, name: str = "The plan") -> Plan:
     try:
         plan = msgspec.json.decode(content, type=Plan)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _misuse(name, f"does not have the right form ({error})") from None
+        got = f"{name} does not have the right form ({error})"
+        raise MisuseError(rule=_RULE, got=got, advice=_ADVICE) from None
     for wrong in contradictions(plan):
         raise MisuseError(
             rule="A plan must agree with itself",
@@ -91,14 +89,6 @@ def decode_plan(content: bytes, name: str = "The plan") -> Plan:
 
 class _Versioned(msgspec.Struct):
     version: Any
-
-
-def _misuse(name: str, got: str) -> MisuseError:
-    return MisuseError(
-        rule="A plan is a file that oomguard plan has written",
-        got=f"{name} {got}",
-        advice="Give the path of a plan.json.",
-    )
 
 
 def contradictions(plan: Plan) -> Iterator[str]:
@@ -189,15 +179,15 @@ def _evidence(plan: Plan) -> Iterator[str]:
     """Check the numbers of probes, and that the record is one of the chosen candidate."""
     if plan.probes != len(plan.records) or plan.ooms != count_ooms(plan.records):
         yield "probes or ooms is not what the records say"
-    if plan.record is not None and (plan.record not in plan.records or not _is_of_the_chosen(plan, plan.record)):
+    record, kept = plan.record, tuple(KNOBS.keys() - {"segments", "window"})  # shorter sequences have fewer segments
+    if record is not None and not (
+        record in plan.records
+        and record.verdict.ran
+        and (record.seconds_per_step or 0) > 0
+        and same_model(record.spec, plan.spec)
+        and not differing(plan.candidate, record.candidate, kept)
+    ):
         yield "record is not one of the chosen candidate"
-
-
-def _is_of_the_chosen(plan: Plan, record: Record) -> bool:
-    """Whether the record has a time and the candidate's knobs (with shorter sequences, fewer segments)."""
-    if not record.verdict.ran or not same_model(record.spec, plan.spec) or not (record.seconds_per_step or 0) > 0:
-        return False
-    return not differing(plan.candidate, record.candidate, tuple(KNOBS.keys() - {"segments", "window"}))
 
 
 def _exports(plan: Plan) -> Iterator[str]:

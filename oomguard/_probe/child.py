@@ -24,7 +24,8 @@ import msgspec
 
 from oomguard._core.system import write_all
 from oomguard._core.units import KIB, MIB, format_bytes
-from oomguard._device import Device, Reading, open_device
+from oomguard._device.budget import Reading
+from oomguard._device.find import Device, open_device
 from oomguard._probe.record import Answer, Request
 from oomguard._probe.verdict import Verdict, judge, judge_reading
 
@@ -134,7 +135,8 @@ class Server:
         meter.warm_up()
         verdict = Verdict.FITS
         while verdict is not Verdict.OVER and len(meter.update_seconds) < request.steps:
-            if len(meter.pass_seconds) >= request.passes and meter.spent >= request.seconds:
+            spent = sum(meter.pass_seconds) + sum(meter.update_seconds)
+            if len(meter.pass_seconds) >= request.passes and spent >= request.seconds:
                 break
             meter.step()
             reading = device.reading()

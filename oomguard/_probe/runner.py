@@ -12,18 +12,17 @@ import threading
 import time
 import traceback
 import weakref
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import UTC, datetime
 from signal import Signals
-from typing import IO, NamedTuple, Self
+from typing import IO, NamedTuple
 
 import msgspec
 
 from oomguard._core.errors import MisuseError
 from oomguard._core.system import command
 from oomguard._core.units import MIB, format_bytes, format_seconds
-from oomguard._device import open_device
-from oomguard._device.find import find_target
+from oomguard._device.find import find_target, open_device
 from oomguard._device.proc import read_status
 from oomguard._estimate.breakdown import estimate_step
 from oomguard._estimate.target import CPU_RUNTIME_BYTES
@@ -46,7 +45,7 @@ does not free the top of other arenas (mtrim, malloc.c, glibc 2.36: 10 to 28 MiB
 child)."""
 
 
-class Runner:
+class Runner(AbstractContextManager["Runner", None]):
     """Probes candidates on one device, one after the other. Close it, or use it as a context, to end its child.
 
     The default budget is the free memory of the device when a probe begins. Threads wait for each other.
@@ -134,9 +133,6 @@ class Runner:
         if child is not None:
             child.end()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *error: object) -> None:
         self.close()
 
@@ -176,7 +172,10 @@ class Runner:
             code = child.process.wait(REAP_SECONDS)  # it has closed its pipe
             words = child.end()
             what = _exit_message(code) + _too_little(min(limit_bytes, request.committed_bytes or limit_bytes))
-            left_bytes = None if on_cpu else free_bytes - _estimated_bytes(request)
+            left_bytes = None
+            if not on_cpu:
+                estimate = estimate_step(request.spec, request.candidate, find_target(request.device))
+                left_bytes = free_bytes - int(estimate.total_bytes)
             return child.figures(judge_exit(code, words, left_bytes), what, words, on_cpu)
         answer = msgspec.json.decode(line, type=Answer)
         committed_bytes = max(answer.committed_bytes or 0, child.committed_bytes) if on_cpu else None
@@ -189,10 +188,6 @@ class Free(NamedTuple):
     device_bytes: int
     host_bytes: int
     committed_bytes: int | None
-
-
-def _estimated_bytes(request: Request) -> int:
-    return int(estimate_step(request.spec, request.candidate, find_target(request.device)).total_bytes)
 
 
 def _largest_bytes(request: Request) -> int:

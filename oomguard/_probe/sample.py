@@ -9,7 +9,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from oomguard._device import Device
+from oomguard._device.find import Device
 from oomguard._probe.record import Request
 from oomguard._rnn import Microbatch
 from oomguard._spec.candidate import Candidate, make_candidate
@@ -123,11 +123,6 @@ class Meter:
         self.sizes["optimizer"] = self._bytes(
             value for state in self.training.optimizer.state.values() for value in state.values()
         )
-
-    @property
-    def spent(self) -> float:
-        """Seconds measured so far."""
-        return sum(self.pass_seconds) + sum(self.update_seconds)
 
     def figures(self) -> dict[str, Any]:
         """Return the times of a record. An uneven last microbatch counts by its share."""

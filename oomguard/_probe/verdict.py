@@ -1,14 +1,13 @@
 """Verdict: the outcome of a probe. This is the only judge of exceptions, of processes that died, and of peaks."""
 
 import errno
-import re
 import signal
 import sys
 from collections.abc import Iterator
 from enum import Enum
 
 from oomguard._core.errors import MisuseError
-from oomguard._device import Reading
+from oomguard._device.budget import Reading
 
 
 class Verdict(Enum):
@@ -64,6 +63,7 @@ _OOM_TEXTS = (
     "allocation_failed",  # cuDNN 9: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED, and HOST
     "cublas_status_alloc_failed",
     "could not create a memory",  # oneDNN
+    "could not create a primitive",  # oneDNN took the descriptor, so it has the kernel (seen under an rlimit)
     "failed to map segment from shared object",  # a library that could not be loaded
     "cannot map zero-fill pages",
     # the few threads of a process fail to start when there is no memory for their stacks
@@ -83,8 +83,6 @@ _SUSPICIOUS_TEXT = "cudnn_status_execution_failed"
 LITTLE_BYTES = 400 << 20
 """With less than this free on a card, such a failure is taken for a lack of memory. (A CUDA context and its kernels,
 which are loaded when they are first used, take 300 to 400 MiB.)"""
-_PRIMITIVE = re.compile(r"could not create a primitive(?! descriptor)")
-"""oneDNN accepted the descriptor, so it has the kernel: a later failure is one of memory (seen under an rlimit)."""
 _CUT_SHORT = "[enforce fail at alloc_cpu"
 """Without memory, the message itself can be cut off: `[enforce fail a` was seen under an rlimit."""
 
@@ -158,6 +156,6 @@ def _judge_text(text: str) -> Verdict | None:
     text = text.lower()
     if any(one in text for one in _UNSUPPORTED_TEXTS):
         return Verdict.UNSUPPORTED
-    if cut_short or _PRIMITIVE.search(text) or any(one in text for one in _OOM_TEXTS):
+    if cut_short or any(one in text for one in _OOM_TEXTS):
         return Verdict.OOM
     return None

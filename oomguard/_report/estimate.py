@@ -17,7 +17,7 @@ from oomguard._spec.spec import Spec
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from oomguard._device import Device
+    from oomguard._device.find import Device
     from oomguard._device.nvml import CardStatus
     from oomguard._estimate.cards import Card
 

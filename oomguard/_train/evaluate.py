@@ -17,7 +17,7 @@ from oomguard._data.loader import read_microbatch
 from oomguard._data.open import open_source
 from oomguard._data.rows import Source
 from oomguard._data.source import Array, Ints
-from oomguard._device import open_device
+from oomguard._device.find import open_device
 from oomguard._estimate.breakdown import estimate_step
 from oomguard._estimate.target import Target
 from oomguard._plan.store import load_plan

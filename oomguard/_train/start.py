@@ -15,8 +15,8 @@ from oomguard._core.errors import MisuseError, TornUpdateError, flag, shown
 from oomguard._data.loader import Loader, size_loader
 from oomguard._data.open import check_data, open_data
 from oomguard._data.options import DataOptions
-from oomguard._device import Device, open_device
 from oomguard._device.cpu import cores
+from oomguard._device.find import Device, open_device
 from oomguard._guard import Guard
 from oomguard._guard.events import Events
 from oomguard._guard.ladder import LadderPosition

@@ -9,8 +9,8 @@ from device.child import BIG_BYTES, child
 
 from oomguard._core.errors import MisuseError
 from oomguard._core.units import GIB
-from oomguard._device import open_device
 from oomguard._device.cuda import EXPANDABLE, MOST_CONTEXTS, Cuda
+from oomguard._device.find import open_device
 from oomguard._spec.candidate import Candidate
 
 pytestmark = [pytest.mark.gpu, one_card]
@@ -40,7 +40,7 @@ def test_a_card_that_is_not_there_is_refused_with_those_that_are(monkeypatch: py
 
 
 def test_opening_a_card_and_asking_its_budget_imports_no_torch() -> None:
-    code = "import sys; from oomguard._device import open_device; card = open_device('cuda'); card.budget(); "
+    code = "import sys; from oomguard._device.find import open_device; card = open_device('cuda'); card.budget(); "
     code += "card.title(); card.precisions(); print('torch' in sys.modules)"
     assert child(code) == "False"
 

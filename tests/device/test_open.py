@@ -13,10 +13,10 @@ from device.fake_nvml import answer, card, fail, process
 
 from oomguard._core.errors import MisuseError
 from oomguard._core.units import GIB
-from oomguard._device import card_index, cuda, open_device
+from oomguard._device import cuda
 from oomguard._device.cpu import Cpu
 from oomguard._device.cuda import EXPANDABLE, SETTINGS, Cuda
-from oomguard._device.find import NO_CUDA, find_target, present_devices
+from oomguard._device.find import NO_CUDA, card_index, find_target, open_device, present_devices
 from oomguard._estimate import cards
 from oomguard._spec.candidate import Candidate
 
@@ -60,10 +60,9 @@ def test_the_build_is_known_without_importing_torch() -> None:
 
 
 def test_opening_the_cpu_and_reading_it_imports_no_torch() -> None:
-    code = (
-        "import sys; from oomguard._device import open_device; cpu = open_device('cpu'); cpu.reset(); cpu.reading(); "
-    )
-    code += "cpu.budget(); cpu.enforce(1 << 40); cpu.release(); cpu.wait(); print('torch' in sys.modules)"
+    code = "import sys; from oomguard._device.find import open_device; cpu = open_device('cpu'); cpu.reset(); "
+    code += "cpu.reading(); cpu.budget(); cpu.enforce(1 << 40); cpu.release(); cpu.wait(); "
+    code += "print('torch' in sys.modules)"
     assert child(code) == "False"
 
 

@@ -15,8 +15,7 @@ from torch import Tensor
 import oomguard
 from oomguard._core.errors import GuardError, MisuseError
 from oomguard._core.units import GIB, MIB, format_bytes
-from oomguard._device import Reading
-from oomguard._device.budget import Budget, Limit
+from oomguard._device.budget import Budget, Limit, Reading
 from oomguard._guard import Guard, ladder
 from oomguard._guard.events import Event, Events
 from oomguard._guard.ladder import FIRST_WAIT, LONGEST_WAIT, LadderPosition, make_ladder

@@ -12,8 +12,7 @@ from device.cards import two_cards
 from probe.probing import is_running, meanwhile, one_thread
 
 from oomguard._core.units import MIB
-from oomguard._device import open_device
-from oomguard._device.find import find_target
+from oomguard._device.find import find_target, open_device
 from oomguard._estimate.breakdown import estimate_step
 from oomguard._probe.runner import Runner
 from oomguard._probe.sample import random_microbatch

@@ -7,7 +7,7 @@ from probe.probing import one_thread
 from strategies import specs
 
 from oomguard._core.units import GIB
-from oomguard._device import open_device
+from oomguard._device.find import open_device
 from oomguard._estimate.terms import longest_tokens
 from oomguard._probe.record import Request
 from oomguard._probe.sample import Meter, longest_lengths, random_microbatch, tiny_candidate, tiny_spec

@@ -8,7 +8,8 @@ import torch
 from probe.probing import TINY, one_thread
 
 from oomguard._core.units import GIB, MIB
-from oomguard._device import Reading, open_device
+from oomguard._device.budget import Reading
+from oomguard._device.find import open_device
 from oomguard._probe.child import LEFT_BYTES, LEFT_COMMITTED_BYTES, Server
 from oomguard._probe.record import Request
 from oomguard._spec.candidate import make_candidate

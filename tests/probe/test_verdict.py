@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from oomguard._core.errors import MisuseError
-from oomguard._device import Reading
+from oomguard._device.budget import Reading
 from oomguard._probe.verdict import LITTLE_BYTES, Verdict, judge, judge_exit, judge_reading
 
 ALLOCATOR = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"

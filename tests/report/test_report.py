@@ -10,8 +10,8 @@ from rich.console import Console
 
 import oomguard
 from oomguard._core.units import GIB, format_bytes
-from oomguard._device import Device, limits
-from oomguard._device.find import present_devices
+from oomguard._device import limits
+from oomguard._device.find import Device, present_devices
 from oomguard._estimate.breakdown import Estimate
 from oomguard._estimate.moments import TERMS
 from oomguard._report.estimate import WORDS, _bar, _pair, devices_json, show_devices, show_estimate, title, to_json

@@ -7,7 +7,7 @@ from device.cards import two_cards
 
 import oomguard
 from oomguard._core.units import GIB, MIB
-from oomguard._device import open_device
+from oomguard._device.find import open_device
 from oomguard._probe.verdict import Verdict
 from oomguard._search.run import Progress
 from oomguard._spec.spec import Spec

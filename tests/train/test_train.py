@@ -207,7 +207,7 @@ LADDER = ((64, 1), (8, 1), (4, 2))  # only on the first rung are tensors larger 
 data = numbers(rows=128, steps=60)
 
 def trained(name, rungs, limit_bytes):
-    cpu._marks.inherited_bytes = None
+    cpu._inherited_bytes = None
     resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, resource.RLIM_INFINITY))
     plan = plan_of(rungs=rungs, seq=60, hidden=256, batch=64)
     result = oomguard.train(plan, data, validation=0, run=f"{sys.argv[1]}/{name}")

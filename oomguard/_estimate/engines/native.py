@@ -5,44 +5,30 @@ B x H floats, a *gate block* B x gates x H. Blocks under glibc's mmap threshold 
 mark stays resident; larger ones are given back as soon as they are freed (see malloc.py).
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from oomguard._estimate.call import GATES, Call, Count, Flag, Footprint, maximum, where
 from oomguard._estimate.malloc import in_heap, mapped_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Steps:
+class Steps(NamedTuple):
     """The memory that one time step leaves behind: blocks as torch 2.13 records its allocations, the rest fitted."""
 
     states: int  # state blocks kept for backward
     gates: int  # gate blocks kept for backward
     holes: int  # state blocks that forward frees at once, leaving holes in the heap that only smaller things can use
-    loose_tenths: int
-    """Tenths of a state block by which backward raises the heap, since its blocks do not fit the holes."""
-    loose_tenths_mapped: int
-    """Tenths of a state block if gate blocks are too large for the heap and leave no holes in it."""
-    loose_tenths_weights: int
-    """Tenths of a state block if the gradient of the recurrent weights lives in the heap too and leaves large holes."""
     node_bytes: int  # bytes of autograd nodes and tensor objects of a step
+    tenths: int  # tenths of a state block by which backward raises the heap, since its blocks do not fit the holes
+    tenths_mapped: int  # as `tenths`, if gate blocks are too large for the heap and leave no holes in it
+    tenths_weights: int
+    """As `tenths`, if the gradient of the recurrent weights lives in the heap too and leaves large holes."""
 
 
 STEPS = {
-    "rnn": Steps(
-        states=1, gates=0, holes=1, node_bytes=4_700,
-        loose_tenths=5, loose_tenths_mapped=5, loose_tenths_weights=-2,
-    ),
-    "gru": Steps(
-        states=4, gates=1, holes=0, node_bytes=16_700,
-        loose_tenths=3, loose_tenths_mapped=12, loose_tenths_weights=2,
-    ),
-    "lstm": Steps(
-        states=3, gates=1, holes=1, node_bytes=15_400,
-        loose_tenths=5, loose_tenths_mapped=10, loose_tenths_weights=-6,
-    ),
-}  # fmt: skip
-
-
+    "rnn": Steps(states=1, gates=0, holes=1, node_bytes=4_700, tenths=5, tenths_mapped=5, tenths_weights=-2),
+    "gru": Steps(states=4, gates=1, holes=0, node_bytes=16_700, tenths=3, tenths_mapped=12, tenths_weights=2),
+    "lstm": Steps(states=3, gates=1, holes=1, node_bytes=15_400, tenths=5, tenths_mapped=10, tenths_weights=-6),
+}
 OBJECT_BYTES = 400  # bytes of a tensor's own objects at each step without a graph (measured: 350 to 450)
 
 
@@ -71,11 +57,12 @@ def footprint(call: Call, *, heap: str = "tight") -> Footprint:
     freed = blocks.gate * kind.gates + (blocks.state * kind.states if heap == "system" else 0)
     with_pages = maximum(call.steps * (blocks.gate + loose - freed), entry)
     work = stacked + where(blocks.gate_small & (heap != "system"), in_the_heap, with_pages)
+    mapped, heaped = _kept_bytes(kind, blocks)
     alone = blocks.state * (2 if call.cell == "gru" else 1)
     return Footprint(
-        kept=call.steps * call.directions * _mapped_bytes(kind, blocks),
+        kept=call.steps * call.directions * mapped,
         keeps_output=False,
-        heap=call.steps * call.directions * _heap_bytes(kind, blocks),
+        heap=call.steps * call.directions * heaped,
         forward=maximum(stacked, output) if both else stacked,
         backward=maximum(work - (0 if both else output), 0),
         weight_gradients=_weight_gradients(call),
@@ -84,8 +71,7 @@ def footprint(call: Call, *, heap: str = "tight") -> Footprint:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Blocks:
+class Blocks(NamedTuple):
     """The two sizes of block that a step asks for, and where the C allocator puts them."""
 
     heap: str
@@ -103,20 +89,19 @@ def _blocks(call: Call, heap: str) -> Blocks:
     return Blocks(heap, state, gate, in_heap(state, heap), in_heap(gate, heap))
 
 
-def _mapped_bytes(kind: Steps, blocks: Blocks) -> Count:
-    """Bytes of one step in blocks that have pages of their own."""
-    states = where(blocks.state_small, 0, mapped_bytes(blocks.state) * kind.states)
-    return states + where(blocks.gate_small, 0, mapped_bytes(blocks.gate) * kind.gates)
+def _kept_bytes(kind: Steps, blocks: Blocks) -> tuple[Count, Count]:
+    """Bytes that one step keeps in blocks with pages of their own, and in the C heap: small blocks and autograd nodes.
 
-
-def _heap_bytes(kind: Steps, blocks: Blocks) -> Count:
-    """Bytes of one step in the C heap: small blocks and autograd nodes. On CUDA there is no such heap."""
+    On CUDA there is no such heap.
+    """
+    mapped = where(blocks.state_small, 0, mapped_bytes(blocks.state) * kind.states)
+    mapped = mapped + where(blocks.gate_small, 0, mapped_bytes(blocks.gate) * kind.gates)
     if blocks.heap == "cuda":
-        return 0
+        return mapped, 0
     holes = 0 if blocks.heap == "system" else kind.holes
     filled = maximum(kind.node_bytes, where(blocks.state_small, blocks.state * holes, 0))
     states = where(blocks.state_small, blocks.state * kind.states, 0)
-    return filled + states + where(blocks.gate_small, blocks.gate * kind.gates, 0)
+    return mapped, filled + states + where(blocks.gate_small, blocks.gate * kind.gates, 0)
 
 
 def _loose_bytes(call: Call, blocks: Blocks) -> Count:
@@ -130,8 +115,8 @@ def _loose_bytes(call: Call, blocks: Blocks) -> Count:
     kind = STEPS[call.cell]
     weights = 4 * GATES[call.cell] * call.hidden * call.output
     if not in_heap(weights, blocks.heap):
-        return blocks.state * where(blocks.gate_small, kind.loose_tenths, kind.loose_tenths_mapped) // 10
-    loose = blocks.state * kind.loose_tenths_weights // 10
+        return blocks.state * where(blocks.gate_small, kind.tenths, kind.tenths_mapped) // 10
+    loose = blocks.state * kind.tenths_weights // 10
     if call.cell != "rnn" or weights < 16_384:
         return loose
     return where(blocks.state * 8 <= weights, weights * 18 // 100, loose)
