@@ -20,10 +20,10 @@ from oomguard._plan.buckets import padded_share, padded_tokens
 from oomguard._plan.value import Shortfall, Way, figures
 from oomguard._predict.calibration import Prediction
 from oomguard._probe.record import Record
-from oomguard._search.lengths import longest_that_fits, with_steps
 from oomguard._search.screen import screen
-from oomguard._search.space import ALLOWED, Problem, make_space
-from oomguard._spec.candidate import KNOBS, Candidate, Candidates, serve
+from oomguard._search.space import Problem, make_space
+from oomguard._spec.candidate import ALLOWED, KNOBS, Candidate, Candidates, serve
+from oomguard._spec.lengths import longest_that_fits, with_steps
 from oomguard._spec.spec import Spec
 
 WORTH = 0.05  # the least share of the peak that a change must save to be named, unless it makes the candidate fit

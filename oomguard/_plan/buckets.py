@@ -9,10 +9,10 @@ import numpy as np
 
 from oomguard._predict.calibration import Prediction
 from oomguard._probe.record import Record
-from oomguard._search.lengths import with_steps
 from oomguard._search.screen import SETTING, CandidateTable, least, screen
 from oomguard._search.space import Problem
 from oomguard._spec.candidate import Candidate, is_none
+from oomguard._spec.lengths import with_steps
 
 MOST_BUCKETS = 8  # length buckets of a plan, at most
 MOST_LENGTHS = 256  # distinct lengths among which borders are looked for

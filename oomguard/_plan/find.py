@@ -17,19 +17,20 @@ from oomguard._estimate.target import Target
 from oomguard._plan.advice import explain
 from oomguard._plan.make import best, make_plan
 from oomguard._plan.value import Environment, NothingFitsError, Plan
-from oomguard._predict.calibration import same_model
 from oomguard._probe.cache import Cache, user_directory
 from oomguard._probe.record import check_seconds, open_ledger, torch_version
 from oomguard._probe.runner import Runner
 from oomguard._search.propose import largest
 from oomguard._search.run import Limits, Progress, Search, SearchResult, measured_on, usable_bytes
-from oomguard._search.space import Choices, Problem, check_allow, check_fixed, check_maximize, make_space
-from oomguard._spec.candidate import KNOBS, make_candidate, renew
+from oomguard._search.space import Choices, Problem, make_space
+from oomguard._spec.candidate import KNOBS, check_allow, check_fixed, make_candidate, renew
+from oomguard._spec.lengths import same_model
 from oomguard._spec.spec import MAX_BATCH, Spec
 
 if TYPE_CHECKING:
     from oomguard._search.sampler import Sampler
 
+AIMS = ("throughput", "microbatch", "seq")  # what `--maximize` takes
 SAMPLERS = ("auto", "gp", "tpe", "random")
 
 
@@ -65,6 +66,18 @@ class Question:
         check_fixed(self.fixed, self.allow)
         check_whole("max_probes", self.limits.max_probes, 1, 100_000, optional=False)
         check_seconds("The time limit of a search", self.limits.seconds)
+
+
+def check_maximize(maximize: tuple[str, ...]) -> None:
+    """Raise unless these are aims, each once."""
+    for name in maximize:
+        check_choice("maximize", name, ("batch", *AIMS))  # the caller has turned `batch` into `microbatch`
+    if not maximize or len({*maximize}) < len(maximize):
+        raise MisuseError(
+            rule="--maximize takes one aim or several different ones",
+            got=f"got {shown(','.join(maximize))}",
+            advice="Write it as throughput or throughput,seq.",
+        )
 
 
 def is_here(device: str) -> bool:
@@ -182,7 +195,7 @@ def _search(
     storage = question.storage
     if storage is None and ledger is not None:
         storage = storage_in(ledger.path.parent.absolute())
-    trials = TrialStore(_study_name(question, title), problem, storage)
+    trials = TrialStore(_study_name(question, title), problem, storage, question.sampler)
     cache = Cache(user_directory(), title)
     earlier = [] if ledger is None else ledger.read()
     # a continued search keeps the budget that it began with, if that is still free
@@ -194,7 +207,6 @@ def _search(
         ledger=ledger,
         cache=cache,
         limits=question.limits,
-        sampler=question.sampler,
         progress=progress,
         records=[record for record in measured_on(title, earlier) if same_model(record.spec, question.spec)],
     )

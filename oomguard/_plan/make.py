@@ -10,9 +10,9 @@ import numpy as np
 from oomguard._core.units import MIB
 from oomguard._estimate.breakdown import estimate_step
 from oomguard._plan.buckets import cut, make_buckets, padded_share, padded_tokens
+from oomguard._plan.front import pareto_front
 from oomguard._plan.value import Calibrated, Environment, LossyGain, Padding, Plain, Plan, Point, Rung, figures
 from oomguard._predict.calibration import Calibration
-from oomguard._predict.fit import pareto_front
 from oomguard._probe.record import Record
 from oomguard._search.propose import choose, largest, sizes_of
 from oomguard._search.run import SearchResult, count_ooms

@@ -20,11 +20,9 @@ from oomguard._device.cuda import SETTINGS
 from oomguard._estimate.breakdown import estimate_step
 from oomguard._plan.make import BUCKETS_KEEP, RUNGS_KEEP, differing, plain_candidate
 from oomguard._plan.value import VERSION, Plan, Rung, figures
-from oomguard._predict.calibration import same_model
-from oomguard._search.lengths import with_steps
 from oomguard._search.run import count_ooms
-from oomguard._search.space import ALLOW_WORDS
-from oomguard._spec.candidate import KNOBS, Candidate, check_candidate
+from oomguard._spec.candidate import ALLOW_WORDS, KNOBS, Candidate, check_candidate
+from oomguard._spec.lengths import same_model, with_steps
 from oomguard._spec.spec import Spec
 
 MAX_FILE_BYTES = 256 << 20  # a plan has some hundred KiB; a larger file is something else

@@ -13,11 +13,11 @@ from oomguard._estimate.engines import cudnn
 from oomguard._estimate.malloc import reserved_bytes
 from oomguard._estimate.moments import TERMS, Moments, Terms, evaluation_moments
 from oomguard._estimate.passes import border_bytes, stays_on_host
-from oomguard._predict.calibration import same_model
 from oomguard._report.curve import Axis, Curve, Mark, Series, budget_mark, linear_axis, log_axis, make_series
 from oomguard._report.subject import Subject
 from oomguard._report.words import candidate_words, peak_words, pieces_phrase, times
 from oomguard._search.space import LEVELS_FROM
+from oomguard._spec.lengths import same_model
 
 FAR = 5  # memory has a logarithmic axis if the budget is this many times the largest peak, or the reverse
 ALIKE = 0.01  # precisions whose peaks differ by at most this share are drawn as one line

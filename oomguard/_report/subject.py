@@ -19,15 +19,16 @@ from oomguard._estimate import cards
 from oomguard._estimate.breakdown import estimate_batch
 from oomguard._estimate.moments import TERMS
 from oomguard._estimate.target import Target
+from oomguard._plan.front import pareto_front
 from oomguard._plan.store import load_plan
 from oomguard._plan.value import Plan
-from oomguard._predict.calibration import Calibration, same_model
-from oomguard._predict.fit import pareto_front
+from oomguard._predict.calibration import Calibration
 from oomguard._probe.record import RECORDS, Ledger, Record
 from oomguard._report.grid import Over, check_own_spec, fields_for, read_over
 from oomguard._report.words import SHAPE
 from oomguard._search.space import SHORTEST_PIECE, segment_counts
 from oomguard._spec.candidate import KNOBS, Candidate, Candidates, is_none, make_candidate, serve
+from oomguard._spec.lengths import same_model
 from oomguard._spec.read import read_spec
 from oomguard._spec.spec import Spec
 

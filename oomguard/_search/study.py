@@ -3,7 +3,6 @@
 optuna-dashboard can show it, and several workers and machines can share it.
 """
 
-import math
 import os
 import re
 import socket
@@ -31,9 +30,9 @@ GRACE_SECONDS = 60.0  # a trial of another machine that should have ended so man
 class TrialStore:
     """The trials of one search. `storage`: a URL that Optuna takes, or None for this process alone."""
 
-    def __init__(self, name: str, problem: Problem, storage: str | None = None) -> None:
+    def __init__(self, name: str, problem: Problem, storage: str | None = None, sampler: str = "auto") -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)  # a probe that does not fit is a trial that fails
-        self.sampler, maximize = Sampler(problem), problem.maximize
+        self.sampler, maximize = Sampler(problem, sampler), problem.maximize
         self._owner = f"{socket.gethostname()} {os.getpid()} {_start_time(os.getpid())}"
         try:
             self.study = optuna.create_study(
@@ -82,13 +81,6 @@ class TrialStore:
         trial.set_user_attr("owner", self._owner)
         trial.set_user_attr("until", time.time() + seconds)
         trial.set_user_attr("role", probe.role)
-
-    def tell(self, trial: Trial, value: float) -> None:
-        """End a trial that was asked for; a value that is no number is a failure."""
-        if math.isnan(value):
-            self.study.tell(trial, state=TrialState.FAIL)
-        else:
-            self.study.tell(trial, value)
 
     def drop(self, trial: Trial | int) -> None:
         """Mark a trial as failed if it has not ended: its probe was interrupted."""

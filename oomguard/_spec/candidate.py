@@ -23,6 +23,8 @@ from oomguard._core.errors import (
     conflict,
     fields_of,
     flag,
+    nearest,
+    shown,
     wrong,
 )
 from oomguard._spec.spec import MAX_BATCH, MAX_SEQ, Spec
@@ -159,6 +161,11 @@ KNOBS = {
 }
 
 
+ALLOW_WORDS = {name: knob.role.lossy for name, knob in KNOBS.items() if knob.role.lossy is not None}
+"""The lossy knobs, each with the word by which `--allow` takes it."""
+ALLOWED = tuple(ALLOW_WORDS.values())  # the words that `--allow` takes
+
+
 def make_candidate(spec: Spec, **knobs: Any) -> Candidate:
     """A candidate for a spec. A microbatch or an accumulation that is left out is computed from the batch."""
     given = {name: value for name, value in knobs.items() if value is not None}
@@ -205,6 +212,29 @@ def check_candidate(spec: Spec, candidate: "Candidate | Candidates") -> None:
         rule = "--levels is for segments of one direction that are recomputed"
         got = f"got it with {'--bidirectional' if spec.bidirectional else '--no-recompute'}"
         raise MisuseError(rule=rule, got=got, advice="Leave --levels out.")
+
+
+def check_allow(allow: tuple[str, ...]) -> None:
+    """Raise unless these are words that `--allow` takes."""
+    for name in allow:
+        if name not in ALLOWED:
+            raise MisuseError(
+                rule=f"--allow takes {', '.join(ALLOWED)}, or none",
+                got=f"got {shown(name)}",
+                advice=nearest(name, [*ALLOWED, "none"]),
+            )
+
+
+def check_fixed(fixed: dict[str, Any], allow: tuple[str, ...]) -> None:
+    """Raise if a lossy knob is fixed to a lossy value that is not allowed."""
+    for name, value in fixed.items():
+        word = ALLOW_WORDS.get(name)
+        if word is not None and value != KNOBS[name].field.default and word not in allow:
+            raise MisuseError(
+                rule="A lossy knob is turned only if it is allowed",
+                got=f"got {flag(name)} and not --allow {word}",
+                advice=f"Add {word} to --allow, or leave it out.",
+            )
 
 
 class Candidates:

@@ -24,14 +24,14 @@ from oomguard._cli import parsing
 from oomguard._cli.app import run
 from oomguard._cli.flags import FIXED, SEARCH
 from oomguard._core.units import GIB, MIB
+from oomguard._plan.find import AIMS
 from oomguard._plan.store import decode_plan
 from oomguard._report.plan import explain, show_plan
 from oomguard._report.progress import Lines, progress_lines
 from oomguard._report.tables import Section, Table, printer, show_sections, show_table
 from oomguard._search.propose import Probe
 from oomguard._search.run import MAX_PROBES, TIMEOUT_SECONDS, Progress
-from oomguard._search.space import AIMS, ALLOWED
-from oomguard._spec.candidate import Candidate
+from oomguard._spec.candidate import ALLOWED, Candidate
 from oomguard._spec.read import make_spec, preset_fields
 from oomguard._spec.spec import Spec
 

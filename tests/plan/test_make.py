@@ -21,9 +21,9 @@ from oomguard._plan.value import Plan, Point, figures
 from oomguard._predict.calibration import Calibration
 from oomguard._probe.record import Record
 from oomguard._probe.verdict import Verdict
-from oomguard._search.lengths import with_steps
 from oomguard._search.screen import SETTING, screen
 from oomguard._spec.candidate import check_candidate, make_candidate
+from oomguard._spec.lengths import with_steps
 from oomguard._spec.spec import Spec
 
 each = pytest.mark.parametrize("name", [*PROBLEMS])

@@ -15,9 +15,9 @@ from oomguard._core.units import GIB, MIB, format_bytes
 from oomguard._plan.advice import MOST, explain
 from oomguard._plan.value import NothingFitsError, Shortfall
 from oomguard._probe.verdict import Verdict
-from oomguard._search.lengths import with_steps
 from oomguard._search.screen import screen
 from oomguard._search.space import Problem
+from oomguard._spec.lengths import with_steps
 from oomguard._spec.spec import Spec
 
 LSTM = Spec(cell="lstm", seq=20_000, hidden=512)

@@ -18,10 +18,11 @@ import oomguard
 from oomguard._core.errors import MisuseError
 from oomguard._core.units import GIB, MIB
 from oomguard._plan import store
+from oomguard._plan.find import AIMS
 from oomguard._plan.store import check_device, decode_plan, load_plan, save_plan
 from oomguard._plan.value import Aim, Allowed, Ended, Plan
 from oomguard._report.plan import ENDED
-from oomguard._search.space import AIMS, ALLOWED
+from oomguard._spec.candidate import ALLOWED
 
 every = pytest.mark.parametrize("kind", [*EVERY])
 Edit = Callable[[dict[str, Any]], object]

@@ -8,11 +8,11 @@ import pytest
 from plan.making import EVERY, bucketed, fronted, lossy, measured, reckoned, record, shorter
 
 from oomguard._core.units import GIB, MIB, format_bytes
+from oomguard._plan.find import AIMS as SEARCHED
 from oomguard._plan.value import Plan, Shortfall, Way
 from oomguard._report.plan import AIMS, ENDED, explain, explain_shortfall, summarize
 from oomguard._report.tables import Section, Table, to_html
 from oomguard._report.words import candidate_words, speed_words
-from oomguard._search.space import AIMS as SEARCHED
 from oomguard._spec.candidate import Candidate
 from oomguard._spec.spec import Spec
 

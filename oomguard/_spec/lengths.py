@@ -1,4 +1,4 @@
-"""Sequence lengths: shorter sequences for probes, and the longest that fit."""
+"""Sequence lengths: shorter sequences for probes, the longest that fit, and models apart from their sequences."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -62,3 +62,13 @@ def longest_that_fits(fits: Callable[[int], bool], low: int, high: int | None = 
             break
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def model_of(spec: Spec) -> Spec:
+    """The spec with one sequence of one step: equal for specs that differ only in number and length of sequences."""
+    return msgspec.structs.replace(spec, seq=1, batch=1, lengths=None, packed=spec.packs)
+
+
+def same_model(spec: Spec, other: Spec) -> bool:
+    """Whether two specs differ only in the number and length of their sequences."""
+    return model_of(spec) == model_of(other)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import up_to
 
-from oomguard._search.lengths import shorten, with_steps
 from oomguard._spec.candidate import Candidate, check_candidate, make_candidate
+from oomguard._spec.lengths import shorten, with_steps
 from oomguard._spec.spec import Spec
 
 LSTM = Spec(cell="lstm", seq=10_000)
