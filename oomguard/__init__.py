@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from oomguard._probe.verdict import Verdict
     from oomguard._report.page import save_page
     from oomguard._rnn.model import Recurrent
+    from oomguard._rnn.segmented import segment, segmented, unsegment
     from oomguard._spec.candidate import Candidate, Candidates
     from oomguard._spec.spec import Spec
 
@@ -53,9 +54,12 @@ __all__ = [
     "sampler",
     "save_page",
     "save_plan",
+    "segment",
+    "segmented",
     "stepper",
     "tradeoffs",
     "train",
+    "unsegment",
 ]
 
 _MODULES = {
@@ -70,6 +74,7 @@ _MODULES = {
     "_probe.verdict": "Verdict",
     "_report.page": "save_page",
     "_rnn.model": "Recurrent",
+    "_rnn.segmented": "segment segmented unsegment",
     "_spec.candidate": "Candidate Candidates",
     "_spec.spec": "Spec",
 }

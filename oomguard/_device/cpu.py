@@ -118,14 +118,19 @@ class Cpu(msgspec.Struct, frozen=True):
     def release(self) -> None:
         """Free garbage and caches."""
         gc.collect()
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if platform.libc_ver()[0] == "glibc" else None
-        if trim is not None:
-            trim(ctypes.c_size_t(0))
+        trim_heap()
 
     def held(self, pid: int) -> int:
         """The bytes of this device that another process holds now, as far as is known."""
         status = read_status(pid)
         return 0 if status is None else status.resident_bytes
+
+
+def trim_heap() -> None:
+    """Let glibc give free pages of its heap back to the system."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if platform.libc_ver()[0] == "glibc" else None
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
 
 
 def cores() -> int:
