@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from oomguard._rnn.model import Recurrent
     from oomguard._spec.candidate import Candidate, Candidates
     from oomguard._spec.spec import Spec
+    from oomguard._task.task import Task
 
 __all__ = [
     "Candidate",
@@ -40,6 +41,7 @@ __all__ = [
     "Recurrent",
     "Runner",
     "Spec",
+    "Task",
     "Verdict",
     "__version__",
     "curves",
@@ -69,6 +71,7 @@ _MODULES = {
     "_rnn.model": "Recurrent",
     "_spec.candidate": "Candidate Candidates",
     "_spec.spec": "Spec",
+    "_task.task": "Task",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
