@@ -1,5 +1,6 @@
 """Live: counts the bytes of all tensors that are alive while code runs, on real or on fake tensors."""
 
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
@@ -19,7 +20,9 @@ REAL_NUMBERS = 1 << 20  # whole numbers in a tensor up to which it stays real, s
 REAL_FRACTIONS = 1 << 12  # the same for other numbers, such as relative lengths
 _FALSE = ("isnan", "isinf", "any", "ne", "bitwise_not", "logical_not")
 """Operations whose unknown result is taken to be false: nobody trains on NaN. Others are taken to be true."""
+_WHOLE = (torch.int64, torch.int32, torch.bool)
 _aten = torch.ops.aten
+_COUNTING = (_aten.arange, _aten.randint, _aten.randperm)
 
 Label = tuple[str, str]  # the term that bytes count to, and the part of the model
 
@@ -157,14 +160,17 @@ def _without_masks(indices: Any) -> list[Tensor | None]:
 
 
 def _stays_real(function: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operation on small real tensors is computed: on whole numbers, such as lengths and indices."""
+    """Whether an operation is computed: on small real tensors, or if it makes a small tensor of whole numbers."""
     tensors = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
     if not tensors:
-        whole = kwargs.get("dtype") in (None, torch.int64) and all(isinstance(one, int) for one in args)
-        return function is _aten.arange.default and whole
-    return all(
-        not isinstance(one, FakeTensor)
-        and not one.requires_grad
-        and one.numel() <= (REAL_FRACTIONS if one.is_floating_point() else REAL_NUMBERS)
+        numbers = [one for one in pytree.tree_leaves(args) if not isinstance(one, bool)]
+        counts = function.overloadpacket in _COUNTING and all(isinstance(one, int) for one in numbers)
+        whole = kwargs.get("dtype") in _WHOLE or (kwargs.get("dtype") is None and counts)
+        return whole and math.prod(max(1, abs(int(one))) for one in numbers) <= REAL_NUMBERS
+    real = [not isinstance(one, FakeTensor) for one in tensors]
+    if real[0] and not all(real) and function._schema.is_mutable and tensors[0].dtype in _WHOLE:
+        raise TypeError(f"{function} writes values that are not known into a tensor of whole numbers")
+    return all(real) and all(
+        not one.requires_grad and one.numel() <= (REAL_FRACTIONS if one.is_floating_point() else REAL_NUMBERS)
         for one in tensors
     )

@@ -55,7 +55,7 @@ class Kernels(TorchFunctionMode):
             return self._pack(*args)
         if function is _functions._pad_packed_sequence:
             return self._pad(*args)
-        if function is torch.ctc_loss:
+        if function in (torch.ctc_loss, torch.nn.functional.ctc_loss):
             return self._ctc(*args, **(kwargs or {}))
         if function in CELLS:
             return self._call(read_call(CELLS[function], args))
