@@ -10,12 +10,11 @@ from itertools import accumulate, cycle, islice
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from oomguard._core.errors import MisuseError
-from oomguard._task.task import Task, line_of, user_code
+from oomguard._task.task import Task, user_code
 
 LOOKED_AT, LOOK_SECONDS = 1000, 20.0
 """The most samples whose length is looked at, and the seconds for that: reading a large data set takes hours."""
@@ -34,7 +33,6 @@ class Axis:
     kind: Kind
     dimension: int = 0
     lengths: Path | None = None  # of blocks: the part of the batch that has the length of each block
-    time: bool = False  # whether the same dimension grows with the time steps too
 
 
 Layout = dict[Path, Axis]
@@ -90,25 +88,21 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 def find_layout(one: Any, two: Any, three: Any, mixed: Any = None, longer: Any = None) -> Layout:
     """Find where a batch holds its rows, by comparing batches of one, two and three equal samples.
 
-    `longer` has two longer samples and shows which dimensions are time. `mixed` has a sample of each length and shows
+    Flat parts hold rows x steps in one dimension. `longer` has two longer samples, `mixed` one of each length: they show
     whether flat parts are padded. A function that makes random batches has no equal samples: `one` is None then.
     """
-    found = dict(_axes((), one, two, three, longer))
-    singles = dict(leaves(one)) if one is not None else {}
-    parts, whole = dict(leaves(two)), dict(leaves(mixed)) if mixed is not None else {}
+    found = dict(_axes((), one, two, three))
+    singles, parts = dict(leaves(one)), dict(leaves(two))
+    unequal, long = dict(leaves(mixed)), dict(leaves(longer))
     for path, axis in found.items():
         if axis.kind == "blocks":
-            size, dimension = parts[path].shape[axis.dimension] // 2, axis.dimension
-            names = [other for other, value in parts.items() if found.get(other, axis).kind == "dimension"
-                     and _numbers(value) == [size, size]]  # fmt: skip
+            size = parts[path].shape[axis.dimension] // 2
+            names = [other for other in parts if _numbers(parts[other]) == [size, size] and other in found]
+            padded = path in unequal and unequal[path].shape == long[path].shape
             if names:
-                found[path] = Axis("blocks", dimension, names[0], axis.time)
-            elif path not in whole or whole[path].shape[dimension] != max(
-                2 * size, 2 * (dict(leaves(longer))[path].shape[dimension] // 2) if longer is not None else 0
-            ):
-                found[path] = Axis("unknown") if axis.time else _order(singles.get(path), parts[path], axis)
+                found[path] = Axis("blocks", axis.dimension, names[0])
             else:
-                found[path] = _order(singles.get(path), parts[path], axis)
+                found[path] = _order(singles.get(path), parts[path], axis) if padded else Axis("unknown")
     return found
 
 
@@ -126,37 +120,35 @@ def _order(single: Any, pair: Any, axis: Axis) -> Axis:
     first = (slice(None),) * axis.dimension
     halves = {"blocks": pair[(*first, slice(0, size))], "interleaved": pair[(*first, slice(0, None, 2))]}
     same = [kind for kind, half in halves.items() if np.array_equal(np.asarray(half), np.asarray(single))]
-    return Axis(same[0], axis.dimension, time=axis.time) if len(same) == 1 else Axis("unknown")  # type: ignore[arg-type]
+    return Axis(same[0], axis.dimension) if len(same) == 1 else Axis("unknown")  # type: ignore[arg-type]
 
 
-def _axes(path: Path, one: Any, two: Any, three: Any, longer: Any) -> Iterator[tuple[Path, Axis]]:
+def _axes(path: Path, one: Any, two: Any, three: Any) -> Iterator[tuple[Path, Axis]]:
     if type(two) is not type(three):
         yield path, Axis("unknown")
     elif isinstance(two, PackedSequence):
-        yield path, Axis("packed", time=True)
+        yield path, Axis("packed")
     elif isinstance(two, Tensor | np.ndarray):
         dimensions = [i for i, (a, b) in enumerate(zip(two.shape, three.shape, strict=False)) if a != b]
         if dimensions or two.ndim != three.ndim:
-            yield path, _axis_of(dimensions, two, three, longer)
+            yield path, _axis_of(dimensions, two, three)
     elif isinstance(two, list | tuple) and len(two) != len(three):
         yield path, Axis("list" if (len(two), len(three)) == (2, 3) else "unknown")
     elif isinstance(two, int) and two != three:
         yield path, Axis("count" if (two, three) == (2, 3) else "unknown")
     else:
-        once, wide, more = children(one), children(three), children(longer)
+        once, wide = children(one), children(three)
         for key, part in children(two).items():
-            yield from _axes((*path, key), once.get(key), part, wide.get(key), more.get(key))
+            yield from _axes((*path, key), once.get(key), part, wide.get(key))
 
 
-def _axis_of(dimensions: list[int], two: Any, three: Any, longer: Any) -> Axis:
+def _axis_of(dimensions: list[int], two: Any, three: Any) -> Axis:
     if len(dimensions) != 1 or two.ndim != three.ndim:
         return Axis("unknown")
-    dimension = dimensions[0]
-    pair, triple = two.shape[dimension], three.shape[dimension]
+    pair, triple = two.shape[dimensions[0]], three.shape[dimensions[0]]
     if (pair, triple) == (2, 3):
-        return Axis("dimension", dimension)
-    time = longer is not None and longer.shape[dimension] != pair
-    return Axis("blocks", dimension, time=time) if 3 * pair == 2 * triple else Axis("unknown")
+        return Axis("dimension", dimensions[0])
+    return Axis("blocks", dimensions[0]) if 3 * pair == 2 * triple else Axis("unknown")
 
 
 def count_rows(batch: Any, layout: Layout) -> int:
@@ -240,10 +232,12 @@ def sizes(sample: Any) -> dict[Path, tuple[int, ...]]:
 class Samples:
     """Samples of a DataLoader by index, with the length of those that were looked at."""
 
-    source: Any  # the dataset, or a dict with some of its samples
-    collate: Callable[[list[Any]], Any]
-    lengths: dict[int, int]  # time steps of each sample that was looked at; all 0 if they are equally long
-    total: int
+    dataset: Any  # the dataset of the loader, or a dict with some of its samples
+    collate_fn: Callable[[list[Any]], Any]
+    batch_size: int | None
+    lengths: dict[int, int]  # time steps of each sample; all 0 if they are equally long
+    total: int  # samples of the dataset
+    seen: int  # samples that were looked at
 
     @property
     def longest(self) -> int:
@@ -253,8 +247,7 @@ class Samples:
     @property
     def words(self) -> str:
         """The samples that were looked at, in words."""
-        seen = len(self.lengths)
-        looked = f"all {seen:,} samples" if seen == self.total else f"{seen:,} of {self.total:,} samples"
+        looked = f"{self.seen:,} of {self.total:,} samples" if self.seen < self.total else f"all {self.total:,} samples"
         if not self.longest:
             return f"All batches are equally long, by {looked}."
         return f"The longest of {looked} has {self.longest:,} steps."
@@ -267,18 +260,19 @@ class Samples:
 
     def make(self, indices: list[int]) -> Any:
         """Collate samples."""
-        chosen = [self.source[index] for index in indices]
+        chosen = [self.dataset[index] for index in indices]
         advice = "Make it work on any samples of the dataset."
-        with user_code(f"collate_fn must collate {len(indices)} samples", self.collate, advice):
-            return self.collate(chosen)
+        with user_code(f"collate_fn must collate {len(indices)} samples", self.collate_fn, advice):
+            return self.collate_fn(chosen)
 
     def reduced(self, rows: int, steps: int | None) -> "Samples":
         """Only the samples that a batch needs, and some of every length: what is sent to a child process."""
         ordered = sorted(self.lengths, key=lambda index: (self.lengths[index], index))
         some = ordered[:: max(1, len(ordered) // KEPT)]
         kept = sorted({*some, *self.nearest(rows, steps)})
-        source = {index: self.source[index] for index in kept}
-        return Samples(source, self.collate, {index: self.lengths[index] for index in kept}, self.total)
+        some_of_it = {index: self.dataset[index] for index in kept}
+        lengths = {index: self.lengths[index] for index in kept}
+        return Samples(some_of_it, self.collate_fn, self.batch_size, lengths, self.total, self.seen)
 
 
 def look(loader: Any) -> Samples:
@@ -293,7 +287,7 @@ def look(loader: Any) -> Samples:
             shapes[index] = sizes(dataset[index])
             if time.monotonic() > deadline:
                 break
-    return Samples(dataset, loader.collate_fn, _lengths(shapes), total)
+    return Samples(dataset, loader.collate_fn, loader.batch_size, _lengths(shapes), total, len(shapes))
 
 
 def _lengths(shapes: dict[int, dict[Path, tuple[int, ...]]]) -> dict[int, int]:
@@ -317,7 +311,7 @@ class Batches:
     def __init__(self, task: Task) -> None:
         self.task = task
         data = task.data
-        self.samples = data if isinstance(data, Samples) or data is None else look(data)
+        self.samples: Samples | None = data if isinstance(data, Samples) or data is None else look(data)
 
     def make(self, rows: int, steps: int | None = None) -> Any:
         """A batch of so many rows: of samples close to a length, or the worst batch, of the longest samples."""
@@ -340,6 +334,12 @@ class Batches:
         if self.samples is not None:
             return self.samples.make(self.samples.nearest(rows, 0))
         return self.make(rows, min(steps or TINY_STEPS, TINY_STEPS))
+
+    def of_length(self, rows: int, factor: int) -> Any:
+        """A small batch of a length that is about so many times the shortest."""
+        if self.samples is None:
+            return self.make(rows, TINY_STEPS // 4 * factor)
+        return self.samples.make(self.samples.nearest(1, factor * min(self.samples.lengths.values())) * rows)
 
     @cached_property
     def layout(self) -> Layout:
@@ -380,20 +380,3 @@ class Batches:
         if self.samples is None:
             return self.make(2, TINY_STEPS + 8 * longer)
         return self.samples.make(self.samples.nearest(1, None if longer else 0) * 2)
-
-
-def batch_line(task: Task) -> str:
-    """The place of the function that makes the batches."""
-    return line_of(task.batch if task.batch is not None else getattr(task.data, "collate", None))
-
-
-def size_of(batch: Any) -> int:
-    """The bytes of all tensors of a batch."""
-    tensors: list[Tensor] = []
-    mapped(lambda tensor: tensors.append(tensor) or tensor, batch)  # type: ignore[func-returns-value]
-    return sum({one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors}.values())
-
-
-def to_device(batch: Any, device: str) -> Any:
-    """The batch with its tensors on a device."""
-    return mapped(lambda tensor: tensor.to(torch.device(device)), batch)

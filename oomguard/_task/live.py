@@ -24,6 +24,7 @@ _WHOLE = (torch.int64, torch.int32, torch.bool)
 _aten = torch.ops.aten
 _COUNTING = (_aten.arange, _aten.randint, _aten.randperm)
 
+OUTSIDE = ("loss", "model")  # parts that are no layers: the loss function, and the forward of the model itself
 Label = tuple[str, str]  # the term that bytes count to, and the part of the model
 
 
@@ -38,6 +39,7 @@ class Live(TorchDispatchMode):
         self.heap = heap  # the heap of the process as `malloc` names it; "cuda" for a card
         self.term, self.part, self.phase = "activations", "", "forward"
         self.small = False  # whether blocks count as small ones, whatever their size
+        self.logits = "", 0  # the linear layer that ran last, and its number of outputs
         self.sizes: dict[Label, int] = defaultdict(int)
         self.blocks: dict[int, tuple[Label, int, bool]] = {}
         self.mapped_bytes = self.heap_bytes = self.high_bytes = 0
@@ -61,6 +63,8 @@ class Live(TorchDispatchMode):
         if storage._cdata in self.blocks or tensor.layout is not torch.strided:
             return
         size, label = int(storage.nbytes()), (self.term, self.part)
+        if self.part in OUTSIDE and self.term == "activations" and tensor.shape[-1:] == (self.logits[1],):
+            label = "logits", self.logits[0]
         small = self.heap != "cuda" and (self.small or bool(in_heap(size, self.heap)))
         if self.heap == "cuda":
             size = int(block_bytes(size))

@@ -90,8 +90,8 @@ def _required(function: Callable[..., Any]) -> int:
         return 2
     if any(one.kind is one.VAR_POSITIONAL for one in parameters):
         return 2
-    return sum(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) and one.default is one.empty
-               for one in parameters)  # fmt: skip
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(one.kind in positional and one.default is one.empty for one in parameters)
 
 
 def _check_loader(loader: Any) -> None:
@@ -101,7 +101,7 @@ def _check_loader(loader: Any) -> None:
     elif not (hasattr(loader.dataset, "__getitem__") and hasattr(loader.dataset, "__len__")):
         got = f"{type(loader.dataset).__name__} at {line_of(type(loader.dataset))} can only be iterated"
         advice = "Give the dataset __getitem__ and __len__, or give batch=, a function of rows and time steps."
-    elif loader.batch_size is None and loader.batch_sampler is None:
+    elif loader.batch_size is None and getattr(loader, "batch_sampler", None) is None:
         got, advice = "this loader has batch_size=None", "Let the loader collate (batch_size=8), or give batch=."
     else:
         return

@@ -97,7 +97,7 @@ def trace(
             stack.enter_context(mode)
         stack.enter_context(live)
         stack.enter_context(kernels)
-        names = stack.enter_context(_named(model, live))
+        stack.enter_context(_named(model, live))
         _count(live, model, batch)
         optimizer = make_optimizer(task, model)
         if target.cuda:
@@ -111,7 +111,7 @@ def trace(
         engine=max(engines, key=engines.__getitem__) if engines else "",
         cells=tuple(sorted(kernels.cells)),
         steps=kernels.steps,
-        logits=names[-1] if names else "",
+        logits=live.logits[0],
     )
 
 
@@ -119,9 +119,8 @@ def _count(live: Live, model: nn.Module, batch: Any) -> None:
     """Count what exists before the step: weights and the batch. Gradients are told apart as they arrive."""
     with live.counting("weights"):
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            live.part = name.rpartition(".")[0]
+            live.part = name.rpartition(".")[0] or "model"
             live.track(tensor)
-    live.part = ""
     with live.counting("input"):
         mapped(lambda one: live.track(one), batch)
     for parameter in model.parameters():
@@ -170,33 +169,31 @@ def _take_foreach(optimizer: torch.optim.Optimizer) -> None:
 
 
 @contextmanager
-def _named(model: nn.Module, live: Live) -> Iterator[list[str]]:
-    """Name the part of the model that runs, in forward and in backward; the linear layers that ran, in order."""
-    names = {id(module): name for name, module in model.named_modules()}
+def _named(model: nn.Module, live: Live) -> Iterator[None]:
+    """Tell which part of the model runs, in forward and in backward."""
+    names = {id(module): name or "model" for name, module in model.named_modules()}
     stack: list[str] = []
-    linear: list[str] = []
 
     def enter(module: nn.Module, _: Any) -> None:
         stack.append(live.part)
-        live.part = names.get(id(module), live.part) or live.part
+        live.part = names.get(id(module), live.part)
 
     def leave(module: nn.Module, _: Any, output: Any) -> None:
-        part, live.part = live.part, stack.pop() if stack else ""
+        part, live.part = live.part, stack.pop()
         if isinstance(module, nn.Linear):
-            linear.append(part)
+            live.logits = part, module.out_features
 
         def arrive(*_: Any) -> None:
             live.part = part
 
         def mark(tensor: Tensor) -> Tensor:
-            if tensor.grad_fn is not None:
+            if tensor.grad_fn is not None and id(module) in names:
                 tensor.grad_fn.register_prehook(arrive)
             return tensor
 
-        if part:
-            mapped(mark, output)
+        mapped(mark, output)
 
     with ExitStack() as handles:
         handles.callback(hooks.register_module_forward_pre_hook(enter).remove)
         handles.callback(hooks.register_module_forward_hook(leave).remove)
-        yield linear
+        yield
