@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from oomguard._rnn.segmented import segment, segmented, unsegment
     from oomguard._spec.candidate import Candidate, Candidates
     from oomguard._spec.spec import Spec
+    from oomguard._task.task import Task
 
 __all__ = [
     "Candidate",
@@ -42,6 +43,7 @@ __all__ = [
     "Recurrent",
     "Runner",
     "Spec",
+    "Task",
     "Verdict",
     "__version__",
     "curves",
@@ -77,6 +79,7 @@ _MODULES = {
     "_rnn.segmented": "segment segmented unsegment",
     "_spec.candidate": "Candidate Candidates",
     "_spec.spec": "Spec",
+    "_task.task": "Task",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 

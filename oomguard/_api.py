@@ -11,11 +11,13 @@ from oomguard._core.errors import MisuseError, check_names, check_whole, conflic
 from oomguard._core.units import MAX_BYTES, parse_seconds, read_budget
 from oomguard._device.find import find_budget, find_target
 from oomguard._estimate.breakdown import Estimate, estimate_batch, estimate_step, margin_bytes
+from oomguard._estimate.target import Target
 from oomguard._probe.record import Record
 from oomguard._probe.runner import TIMEOUT_SECONDS, Runner
 from oomguard._spec.candidate import KNOBS, Candidate, Candidates
 from oomguard._spec.read import read_candidate, read_spec
-from oomguard._spec.spec import Spec
+from oomguard._spec.spec import MAX_SEQ, Spec
+from oomguard._task.task import Task
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -30,13 +32,14 @@ if TYPE_CHECKING:
 
 
 def estimate(
-    spec: Spec | None = None,
+    spec: Spec | Task | str | None = None,
     candidate: Candidate | Candidates | None = None,
     *,
     device: str = "cpu",
     budget: int | str | None = None,
     budget_bytes: int | None = None,
     training: bool = True,
+    steps: int | None = None,
     **fields: Any,
 ) -> Estimate:
     """Estimate the peak memory of one optimizer step by arithmetic, or of an evaluation pass with `training=False`.
@@ -47,13 +50,19 @@ def estimate(
     `device` is `cpu`, `cuda`, `cuda:1` or the name of any known card. `budget` is bytes or text such as "6GiB"; by
     default it is the free memory of the device. `budget_bytes` is the same, in bytes only.
 
+    A `Task`, or its name "package.module:task", is traced in a child process, with `steps` time steps, or with the
+    longest samples of its data. `parts` of the result are its modules. It takes a few seconds.
+
     >>> estimate(cell="lstm", seq=1000, device="a100-80gb", budget="6GiB").fits
     True
     >>> estimate(Spec(cell="lstm", seq=1000), microbatch=[1, 32], device="a100-80gb").fits.tolist()
     [True, True]
     """
-    spec, candidate, limit_bytes = _read(spec, candidate, fields, budget, budget_bytes)
     target = find_target(device)
+    if isinstance(spec, Task | str):
+        limit_bytes = _budget_bytes(budget, budget_bytes) or find_budget(device).limit_bytes
+        return replace(_estimate_task(spec, candidate, target, training, steps, fields), budget_bytes=limit_bytes)
+    spec, candidate, limit_bytes = _read(spec, candidate, fields if steps is None else fields | {"steps": steps}, budget, budget_bytes)
     if limit_bytes is None:
         limit_bytes = find_budget(device).limit_bytes
     if isinstance(candidate, Candidates):
@@ -61,6 +70,20 @@ def estimate(
     result = estimate_step(spec, candidate, target, training=training)
     margin = margin_bytes(spec, result, target)
     return replace(result, budget_bytes=limit_bytes, margin_bytes=margin)
+
+
+def _estimate_task(
+    task: Task | str, candidate: object, target: Target, training: bool, steps: int | None, fields: dict[str, Any]
+) -> Estimate:
+    from oomguard._task.estimate import estimate_task
+
+    check_names("knob", fields, KNOBS)
+    check_whole("steps", steps, 1, MAX_SEQ)
+    if not training or candidate is not None:
+        what = "an evaluation pass" if not training else "a Candidate"
+        advice = "Give its knobs by name: estimate(task, microbatch=8, segments=4)."
+        raise MisuseError(rule="The estimate of a task is one training step", got=f"got {what}", advice=advice)
+    return estimate_task(task, fields, target, steps=steps)
 
 
 def probe(
@@ -350,13 +373,18 @@ def _read(
     budget_bytes: int | None,
 ) -> tuple[Spec, Candidate | Candidates, int | None]:
     """The spec, the candidate or candidates, and the budget in bytes, given in one of two ways; None if it is not."""
-    if budget is not None and budget_bytes is not None:
-        raise conflict("The budget is given once", "budget", "budget_bytes")
-    check_whole("budget", budget_bytes, 0, MAX_BYTES)
-    limit_bytes = read_budget(budget) if budget_bytes is None else budget_bytes
+    limit_bytes = _budget_bytes(budget, budget_bytes)
     own, knobs = _split(fields)
     spec = read_spec(spec, own)
     return spec, read_candidate(spec, candidate, knobs), limit_bytes
+
+
+def _budget_bytes(budget: int | str | None, budget_bytes: int | None) -> int | None:
+    """The budget in bytes, given in one of two ways; None if it is not."""
+    if budget is not None and budget_bytes is not None:
+        raise conflict("The budget is given once", "budget", "budget_bytes")
+    check_whole("budget", budget_bytes, 0, MAX_BYTES)
+    return read_budget(budget) if budget_bytes is None else budget_bytes
 
 
 def _spec_for(spec: Spec | None, data: Any, fields: dict[str, Any]) -> Spec:

@@ -140,13 +140,23 @@ def command(call: str) -> list[str]:
     return [sys.executable, "-c", f"{start}\n{call}"]
 
 
-def run_elsewhere(module: str, function: str, *arguments: Any) -> Any:
+def run_elsewhere(
+    module: str, function: str, *arguments: Any, seconds: float | None = None, variables: dict[str, str] | None = None
+) -> Any:
     """Call a function of a module in a child process; returns its result or raises its error.
 
-    The memory of the child, with the libraries that the function imports, is free again afterwards.
+    The memory of the child, with the libraries that the function imports, is free again afterwards. `variables` replace
+    those of this process for the C heap. Raises TimeoutError if the child takes more than so many seconds.
     """
     call = f"from {__name__} import _answer; _answer()"
-    done = subprocess.run(command(call), input=pickle.dumps((module, function, arguments)), stdout=subprocess.PIPE)
+    own = {name: value for name, value in os.environ.items() if variables is None or not name.startswith("MALLOC_")}
+    question = pickle.dumps((module, function, arguments))
+    try:
+        done = subprocess.run(
+            command(call), input=question, stdout=subprocess.PIPE, timeout=seconds, env=own | (variables or {})
+        )
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"{module}.{function} took more than {seconds} seconds") from None
     if done.returncode:
         raise ChildProcessError(f"the process that ran {module}.{function} ended with exit code {done.returncode}")
     returned, value = pickle.loads(done.stdout)

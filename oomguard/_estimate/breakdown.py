@@ -77,6 +77,10 @@ class Estimate:
     """Bytes that the process may use on the device; None if nobody asked whether it fits."""
     margin_bytes: Count = 0
     """Bytes added before the comparison with the budget, because estimates err."""
+    parts: dict[str, int] = field(default_factory=dict, repr=False)
+    """The bytes of the parts of a task at the peak, by the names of its modules; empty for a spec."""
+    notes: tuple[str, ...] = ()
+    """How the estimate of a task was made, in sentences."""
 
     @property
     def runs(self) -> Flag:

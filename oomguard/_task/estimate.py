@@ -1,0 +1,143 @@
+"""The estimate of a task: a child process traces one step, and its bytes become the terms and parts of an estimate."""
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from oomguard._core.errors import MisuseError, flag
+from oomguard._core.system import run_elsewhere
+from oomguard._core.units import format_seconds
+from oomguard._device.cpu import Cpu
+from oomguard._estimate.breakdown import KNOWN, Estimate
+from oomguard._estimate.call import Count
+from oomguard._estimate.malloc import ENVIRONMENT, heap_of, reserved_bytes
+from oomguard._estimate.margins import OFFSET_BYTES, allocator_on, bare
+from oomguard._estimate.moments import MATH_BUFFER_BYTES, TERMS
+from oomguard._estimate.target import CUBLAS_HANDLES, Target
+from oomguard._spec.candidate import KNOBS, Candidate
+from oomguard._task.task import Task, packed
+
+if TYPE_CHECKING:
+    from oomguard._task.child import Answer
+
+SECONDS = 180.0  # time limit of a trace, and of the tiny passes that are run if it ends in that
+COUNTED = ("microbatch", "accumulation", "segments", "allocator", "threads")
+"""Knobs whose effect on a task is estimated."""
+
+
+def estimate_task(
+    task: Task | str, knobs: dict[str, Any], target: Target, *, steps: int | None = None, seconds: float = SECONDS
+) -> Estimate:
+    """Estimate one optimizer step of a task, or of the task of that name, without running it at full size."""
+    candidate = Candidate(**{"microbatch": 1} | knobs)
+    _check_counted(candidate)
+    rows, heap = knobs.get("microbatch"), heap_of(candidate.allocator, "native")
+    answer = _ask(_send(task, rows, steps), seconds, ENVIRONMENT[heap], {
+        "rows": rows, "steps": steps, "target": target, "heap": heap, "segments": candidate.segments,
+        "accumulation": candidate.accumulation, "limit_bytes": Cpu().budget().left_bytes,
+    })  # fmt: skip
+    return to_estimate(answer, Candidate(**knobs | {"microbatch": answer.rows}), target)
+
+
+def _check_counted(candidate: Candidate) -> None:
+    for name, knob in KNOBS.items():
+        if name not in COUNTED and getattr(candidate, name) != knob.field.default:
+            got = f"got {flag(name)} {getattr(candidate, name)}"
+            advice = f"Leave it out, or change one of {', '.join(map(flag, COUNTED))}."
+            raise MisuseError(rule="The estimate of a task does not count every knob", got=got, advice=advice)
+
+
+def _send(task: Task | str, rows: int | None, steps: int | None) -> str | bytes:
+    """The name of a task, or the task as bytes, with only those samples of its data that the child needs."""
+    if isinstance(task, str):
+        return task
+    if task.data is not None:
+        from oomguard._task.batches import Batches
+
+        samples = Batches(task).samples
+        assert samples is not None
+        data: Any = samples.reduced(rows or samples.batch_size or 1, steps)
+        task = replace(task, data=data)
+    return packed(task)
+
+
+def _ask(source: str | bytes, seconds: float, variables: dict[str, str], fields: dict[str, Any]) -> "Answer":
+    """Ask a child, and another one for a fit if a trace takes too long."""
+    for traced in (True, False):
+        try:
+            question = {"source": source, "traced": traced, **fields}
+            answer: Answer = run_elsewhere(
+                "oomguard._task.child", "ask", question, seconds=seconds, variables=variables
+            )
+            return answer
+        except TimeoutError:
+            continue
+        except ChildProcessError as error:
+            advice = "Run the loss on one small batch to see why; it may have run out of memory."
+            got = f"the process that ran it ended early ({error})"
+            raise MisuseError(rule="A task must survive a tiny step", got=got, advice=advice) from None
+    raise MisuseError(
+        rule=f"The estimate of a task takes at most {format_seconds(seconds)}",
+        got="neither a trace nor tiny passes were done by then",
+        advice="Give shorter sequences or fewer rows.",
+    )
+
+
+def to_estimate(answer: "Answer", candidate: Candidate, target: Target) -> Estimate:
+    """The estimate of a traced step."""
+    step, runtime = answer.step, target.runtime_bytes if target.cuda else answer.runtime_bytes
+    standing = CUBLAS_HANDLES * target.cublas_bytes if target.cuda else MATH_BUFFER_BYTES
+    expandable = candidate.allocator == "expandable"
+
+    def total(used: int) -> int:
+        used += standing
+        return runtime + int(reserved_bytes(used, expandable=expandable) if target.cuda else used)
+
+    phase = max(step.peaks, key=step.peaks.__getitem__)
+    labels = step.moments[phase][1]
+    terms: dict[str, Count] = dict.fromkeys(TERMS, 0) | {"runtime": runtime}
+    parts: dict[str, int] = {}
+    for (term, part), size in labels.items():
+        terms[term] += size
+        parts[_part(part, term, step.logits)] = parts.get(_part(part, term, step.logits), 0) + size
+    total_bytes = total(step.peaks[phase])
+    terms["workspace"] += total_bytes - sum(int(size) for size in terms.values())  # what the allocator keeps besides
+    on_card: dict[str, Any] = {}
+    if target.cuda:
+        allocated = step.peaks[phase] + standing
+        on_card = {"allocated_bytes": allocated, "reserved_bytes": total_bytes - runtime}
+    found = Estimate(
+        total_bytes=total_bytes,
+        terms=terms,
+        moment=_moment(phase, step.moments[phase][0]),
+        moments={_moment(name, step.moments[name][0]): total(size) for name, size in step.peaks.items()},
+        engine=step.engine or "native",
+        device=target.device,
+        candidate=candidate,
+        steps=-(-step.steps // candidate.segments),
+        parts=dict(sorted(((name, size) for name, size in parts.items() if size), key=lambda one: -one[1])),
+        notes=answer.notes,
+        **on_card,
+    )
+    return replace(found, margin_bytes=_margin_bytes(found, target, fragile="rnn" in step.cells))
+
+
+def _part(part: str, term: str, logits: str) -> str:
+    """The part of a model as reports name it."""
+    if term in ("input", "optimizer"):
+        return {"input": "batch", "optimizer": "optimizer state"}[term]
+    return f"{part} (logits)" if part == logits else part
+
+
+def _moment(phase: str, part: str) -> str:
+    if phase == "optimizer" or (phase, part) == ("forward", "loss"):
+        return "optimizer" if phase == "optimizer" else "loss"
+    return f"{phase} of {f'the {part}' if part in ('loss', 'model') else part}"
+
+
+def _margin_bytes(estimate: Estimate, target: Target, *, fragile: bool) -> int:
+    """Bytes to add because estimates err, by the errors of specs with the same engine (margins.py)."""
+    device, knobs = "cuda" if target.cuda else "cpu", estimate.candidate
+    share = bare(device, str(estimate.engine), allocator_on(device, knobs.allocator), "fp32", fragile)
+    rest = int(estimate.total_bytes - sum(estimate.terms[term] for term in KNOWN)) + OFFSET_BYTES
+    return math.ceil(rest * share)

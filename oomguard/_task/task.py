@@ -1,0 +1,206 @@
+"""Task: what is trained, as the user's own functions. This module does not import torch: a child process runs them."""
+
+import inspect
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from oomguard._core.errors import MisuseError, OomguardError, shown
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+    from torch.utils.data import DataLoader
+
+NAME = re.compile(r"[A-Za-z_][\w.]*:[\w.]+")
+"""The form of a task's name on the command line: `package.module:task`."""
+_FORMS = "loss(model, batch), or loss(model, batch, state) for a loss that is computed piece by piece"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A model of your own with its loss and its data, for `oomguard.estimate`.
+
+    `model` is a function that builds the module, or the module itself. `loss(model, batch)` returns the mean loss, or
+    `(sum, weight)`, so that microbatches of unequal weight add up exactly. Batches come from `data`, a DataLoader, or
+    from `batch`, a function of rows and time steps. `optimizer` is a function of the parameters; the default is Adam.
+
+    >>> def batch(rows, steps):
+    ...     import torch
+    ...     return torch.zeros(steps, rows, 4)
+    >>> def build():
+    ...     import torch
+    ...     return torch.nn.LSTM(4, 8)
+    >>> task = Task(model=build, loss=lambda model, batch: model(batch)[0].mean(), batch=batch)
+    >>> task.piecewise
+    False
+    """
+
+    model: "Callable[[], nn.Module] | nn.Module"
+    """A function that builds the module, or the module itself."""
+    loss: Callable[..., Any]
+    """The loss of a batch: `loss(model, batch)`, or `loss(model, batch, state)`, which returns `(sum, count, state)`."""
+    data: "DataLoader[Any] | None" = None
+    """A DataLoader of a dataset with indices. Batches are collated from chosen samples by its `collate_fn`."""
+    batch: Callable[[int, int], Any] | None = None
+    """A function of rows and time steps that returns a batch."""
+    optimizer: "Callable[[Iterator[nn.Parameter]], Optimizer] | None" = None
+    """A function of the parameters that returns the optimizer; None means `torch.optim.Adam`."""
+
+    def __post_init__(self) -> None:
+        for name, optional in (("model", False), ("loss", False), ("batch", True), ("optimizer", True)):
+            value = getattr(self, name)
+            if not callable(value) and not (optional and value is None):
+                advice = f"Write it as Task({name}=..., ...) with the function itself, not its result."
+                raise MisuseError(rule=f"{name} must be a function", got=f"got {shown(value)}", advice=advice)
+        if (self.data is None) == (self.batch is None):
+            raise MisuseError(
+                rule="A task has either data or batch",
+                got="got neither" if self.data is None else "got both",
+                advice="Give data=loader, or batch=a function of rows and time steps.",
+            )
+        if self.data is not None:
+            _check_loader(self.data)
+        if _required(self.loss) not in (2, 3):
+            raise MisuseError(
+                rule=f"The loss must be {_FORMS}",
+                got=f"{line_of(self.loss)} takes {_required(self.loss)} required parameters",
+                advice="Bind the others with functools.partial, or give them defaults.",
+            )
+
+    @property
+    def piecewise(self) -> bool:
+        """Whether the loss takes a state, so that a batch can be run piece by piece along time."""
+        return _required(self.loss) == 3
+
+
+def _required(function: Callable[..., Any]) -> int:
+    """The number of positional parameters without a default; 2 for a function that does not tell."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return 2
+    if any(one.kind is one.VAR_POSITIONAL for one in parameters):
+        return 2
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(one.kind in positional and one.default is one.empty for one in parameters)
+
+
+def _check_loader(loader: Any) -> None:
+    missing = [name for name in ("dataset", "collate_fn", "batch_size") if not hasattr(loader, name)]
+    if missing:
+        got, advice = f"got {shown(loader)}", "Wrap the dataset: torch.utils.data.DataLoader(dataset)."
+    elif not (hasattr(loader.dataset, "__getitem__") and hasattr(loader.dataset, "__len__")):
+        got = f"{type(loader.dataset).__name__} at {line_of(type(loader.dataset))} can only be iterated"
+        advice = "Give the dataset __getitem__ and __len__, or give batch=, a function of rows and time steps."
+    elif loader.batch_size is None and getattr(loader, "batch_sampler", None) is None:
+        got, advice = "this loader has batch_size=None", "Let the loader collate (batch_size=8), or give batch=."
+    else:
+        return
+    raise MisuseError(rule="data must be a DataLoader whose samples have indices", got=got, advice=advice)
+
+
+def line_of(function: Any) -> str:
+    """The place of a function or class as `file:line`; its name where Python does not know."""
+    while isinstance(function, partial):
+        function = function.func
+    plain = inspect.unwrap(function)
+    code = getattr(plain, "__code__", None) or getattr(getattr(type(plain), "__call__", None), "__code__", None)
+    if code is not None:
+        return f"{code.co_filename}:{code.co_firstlineno}"
+    try:
+        return f"{inspect.getsourcefile(plain)}:{inspect.getsourcelines(plain)[1]}"
+    except (TypeError, OSError):
+        return getattr(plain, "__qualname__", type(plain).__qualname__)
+
+
+@contextmanager
+def user_code(rule: str, function: Any, advice: str) -> Iterator[None]:
+    """Turn an error of the user's function into a message with the user's own line."""
+    try:
+        yield
+    except (OomguardError, MemoryError):
+        raise
+    except Exception as error:
+        place = _own_line(error) or line_of(function)
+        words = " ".join(str(error).split())[:300] or "no message"
+        raise MisuseError(
+            rule=rule, got=f"{place} raised {type(error).__name__}: {words.rstrip('.')}", advice=advice
+        ) from error
+
+
+def _own_line(error: BaseException) -> str | None:
+    """The last line of a traceback that is neither in oomguard nor in an installed package, as `file:line`."""
+    ours = str(Path(__file__).parents[1])
+    libraries = (ours, sys.base_prefix + os.sep + "lib", f"{os.sep}site-packages{os.sep}", "<frozen")
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__)]
+    own = [frame for frame in frames if not any(part in frame.filename for part in libraries)]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else None
+
+
+def resolve(name: str) -> Task:
+    """The task of that name: `package.module:task`, a Task or a function that returns one. Imports the module."""
+    module_name, _, path = name.partition(":")
+    if os.getcwd() not in sys.path:  # an installed command has its own folder there instead
+        sys.path.insert(0, os.getcwd())
+    rule = f"--model {name} must name a Task, or a function that returns one"
+    try:
+        found: Any = import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module_name + ".").startswith(error.name + "."):
+            raise _failed_import(rule, module_name, error) from error
+        advice = f"Run the command in the folder that has {module_name.split('.')[0]}, or set PYTHONPATH."
+        raise MisuseError(rule=rule, got=f"there is no module {error.name}", advice=advice) from None
+    except Exception as error:
+        raise _failed_import(rule, module_name, error) from error
+    for part in path.split("."):
+        if not hasattr(found, part):
+            advice = f"Define {part} at the top level of {getattr(found, '__file__', None) or module_name}."
+            raise MisuseError(rule=rule, got=f"{module_name} has no {path}", advice=advice)
+        found = getattr(found, part)
+    if not isinstance(found, Task) and callable(found):
+        with user_code(rule, found, "Correct that line."):
+            found = found()
+    if not isinstance(found, Task):
+        advice = "Write task = oomguard.Task(model=..., loss=..., data=...)."
+        raise MisuseError(rule=rule, got=f"it is {shown(found)}", advice=advice)
+    return found
+
+
+def _failed_import(rule: str, module: str, error: Exception) -> MisuseError:
+    place, words = _own_line(error) or module, " ".join(str(error).split())[:300]
+    return MisuseError(rule=rule, got=f"{place} raised {type(error).__name__}: {words}", advice="Correct that line.")
+
+
+def packed(task: Task) -> bytes:
+    """The task as bytes for a child process. Functions of scripts and notebooks are sent by value."""
+    import cloudpickle
+
+    try:
+        return bytes(cloudpickle.dumps(task))
+    except Exception as error:  # pickling calls the user's code
+        parts = ("model", "loss", "data", "batch", "optimizer")
+        part = next((name for name in parts if not _can_be_sent(getattr(task, name))), "task")
+        raise MisuseError(
+            rule="A task is sent to a child process",
+            got=f"its {part} at {line_of(getattr(task, part, task))} cannot be pickled ({str(error)[:200]})",
+            advice="Build such objects inside the function, or name the task by --model package.module:task.",
+        ) from None
+
+
+def _can_be_sent(value: Any) -> bool:
+    import cloudpickle
+
+    try:
+        cloudpickle.dumps(value)
+    except Exception:
+        return False
+    return True

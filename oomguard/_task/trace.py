@@ -1,0 +1,199 @@
+"""Trace: one training step of a task with all of its allocations, on fake tensors, which have sizes and no content."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.nn.modules import module as hooks
+
+from oomguard._core.errors import MisuseError, shown
+from oomguard._estimate.target import Target
+from oomguard._task.batches import mapped
+from oomguard._task.live import Label, Live
+from oomguard._task.rnn import Kernels
+from oomguard._task.task import Task, line_of, user_code
+
+NODE_BYTES = 575
+"""Bytes of an autograd node with what it holds beside tensors: 15,400 bytes of the 24 operations of a step of PyTorch's
+own LSTM (engines/native.py), less those of the tensors that it keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The peaks of a traced step, as plain values."""
+
+    peaks: dict[str, int]  # the largest total of each phase: forward, backward, optimizer
+    moments: dict[str, tuple[str, dict[Label, int]]]  # the part that ran at the peak of a phase, and bytes by label
+    engine: str  # of the recurrent calls that keep the most; empty if there are none
+    cells: tuple[str, ...]
+    steps: int  # time steps of the longest recurrent call
+    logits: str  # the last linear layer that ran, which makes the logits
+
+
+def build(task: Task) -> nn.Module:
+    """The module of a task."""
+    made = task.model
+    if not isinstance(made, nn.Module):
+        with user_code("model() must build a module", made, "Correct that line."):
+            made = made()
+    if not isinstance(made, nn.Module):
+        got = f"{line_of(task.model)} returned {shown(made)}"
+        raise MisuseError(rule="model() must return a torch.nn.Module", got=got, advice="Return the module.")
+    return made
+
+
+def make_optimizer(task: Task, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of a task for a module."""
+    make: Callable[..., Any] = task.optimizer or torch.optim.Adam
+    with user_code("optimizer(parameters) must make an optimizer", make, "Correct that line."):
+        return make(model.parameters())  # type: ignore[no-any-return]
+
+
+def evaluate(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+    """The loss of a batch as a sum and its weight; the weight of a mean is None."""
+    state = (None,) if task.piecewise else ()
+    advice = "Correct that line; model and batch are on the same device when it is called."
+    with user_code("The loss must run on a batch", task.loss, advice):
+        result = task.loss(model, batch, *state)
+    total, weight = result[:2] if isinstance(result, tuple | list) and len(result) >= 2 else (result, None)
+    if not isinstance(total, Tensor) or total.numel() != 1:
+        what = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else shown(total)
+        advice = "Return the mean over the batch, or (sum, weight)."
+        got = f"{line_of(task.loss)} returned {what}"
+        raise MisuseError(rule="The loss must be one number", got=got, advice=advice)
+    if total.grad_fn is None:
+        got = f"{line_of(task.loss)} returned a loss without a gradient"
+        advice = "Compute it from the model's output, without detach, item or torch.no_grad."
+        raise MisuseError(rule="The loss must depend on the parameters", got=got, advice=advice)
+    return total.reshape(()), weight
+
+
+def mean_of(total: Tensor, weight: Any) -> Tensor:
+    """The loss per unit of weight."""
+    return total if weight is None else total / weight
+
+
+def trace(
+    task: Task, model: nn.Module, batch: Any, target: Target, *, heap: str, segments: int = 1, passes: int = 1,
+    fake: bool = True,
+) -> Trace:  # fmt: skip
+    """Count the bytes of two training steps. The second has the optimizer's state from the beginning.
+
+    With `fake=False` everything but recurrent calls is computed: for models that fake tensors cannot run.
+    """
+    live = Live("cuda" if target.cuda else heap)
+    kernels = Kernels(live, target, segments)
+    with ExitStack() as stack:
+        if fake:
+            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            with FakeCopyMode(mode):
+                model = copy.deepcopy(model)
+            batch = mapped(lambda one: mode.from_tensor(one) if one.is_floating_point() else one, batch)
+            stack.enter_context(mode)
+        stack.enter_context(live)
+        stack.enter_context(kernels)
+        stack.enter_context(_named(model, live))
+        _count(live, model, batch)
+        optimizer = make_optimizer(task, model)
+        if target.cuda:
+            _take_foreach(optimizer)
+        for _ in range(2):
+            _step(task, model, batch, optimizer, live, passes)
+    engines = kernels.engines
+    return Trace(
+        peaks=live.peaks,
+        moments=live.moments,
+        engine=max(engines, key=engines.__getitem__) if engines else "",
+        cells=tuple(sorted(kernels.cells)),
+        steps=kernels.steps,
+        logits=live.logits[0],
+    )
+
+
+def _count(live: Live, model: nn.Module, batch: Any) -> None:
+    """Count what exists before the step: weights and the batch. Gradients are told apart as they arrive."""
+    with live.counting("weights"):
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            live.part = name.rpartition(".")[0] or "model"
+            live.track(tensor)
+    with live.counting("input"):
+        mapped(lambda one: live.track(one), batch)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda one: live.label(one.grad, "gradients"))
+
+
+def _step(task: Task, model: nn.Module, batch: Any, optimizer: Any, live: Live, passes: int) -> None:
+    model.train()
+    for _ in range(passes):
+        live.begin("forward")
+        live.part = "loss"
+        loss = mean_of(*evaluate(task, model, batch))
+        kept = _graph(loss, live)
+        live.begin("backward")
+        live.part = "loss"
+        loss.backward()  # type: ignore[no-untyped-call]
+        del loss, kept
+    live.begin("optimizer")
+    live.part = "optimizer"
+    optimizer.step()
+    for state in optimizer.state.values():
+        mapped(lambda one: live.label(one, "optimizer"), state)
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _graph(loss: Tensor, live: Live) -> Tensor | None:
+    """A stand-in for the nodes of the graph, which live in the C heap; None on a card."""
+    if live.heap == "cuda":
+        return None
+    seen, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [below for below, _ in node.next_functions]
+    with live.counting("activations", small=True):
+        return torch.empty(NODE_BYTES * len(seen), dtype=torch.uint8)
+
+
+def _take_foreach(optimizer: torch.optim.Optimizer) -> None:
+    """On a card, PyTorch's optimizers update all parameters at once unless they are told otherwise."""
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = True
+
+
+@contextmanager
+def _named(model: nn.Module, live: Live) -> Iterator[None]:
+    """Tell which part of the model runs, in forward and in backward."""
+    names = {id(module): name or "model" for name, module in model.named_modules()}
+    stack: list[str] = []
+
+    def enter(module: nn.Module, _: Any) -> None:
+        stack.append(live.part)
+        live.part = names.get(id(module), live.part)
+
+    def leave(module: nn.Module, _: Any, output: Any) -> None:
+        part, live.part = live.part, stack.pop()
+        if isinstance(module, nn.Linear):
+            live.logits = part, module.out_features
+
+        def arrive(*_: Any) -> None:
+            live.part = part
+
+        def mark(tensor: Tensor) -> Tensor:
+            if tensor.grad_fn is not None and id(module) in names:
+                tensor.grad_fn.register_prehook(arrive)
+            return tensor
+
+        mapped(mark, output)
+
+    with ExitStack() as handles:
+        handles.callback(hooks.register_module_forward_pre_hook(enter).remove)
+        handles.callback(hooks.register_module_forward_hook(leave).remove)
+        yield
