@@ -136,9 +136,15 @@ def test_a_card_by_its_name_gives_a_plan_by_arithmetic(device: str) -> None:
 
 
 @pytest.mark.parametrize(("device", "half"), [("t4", "fp16"), ("a100-80gb", "bf16"), ("p100", "fp32")])
-def test_a_card_computes_in_what_it_has(device: str, half: str) -> None:
-    plan = oomguard.find_feasible_config(Spec(cell="lstm", seq=5000), device=device)
+def test_where_memory_is_short_a_card_computes_in_the_half_precision_that_it_has(device: str, half: str) -> None:
+    plan = oomguard.find_feasible_config(Spec(cell="lstm", seq=5000), device=device, budget="1GiB")
     assert plan.candidate.precision == half
+
+
+@pytest.mark.parametrize("device", ["t4", "a100-80gb"])
+def test_where_the_plain_step_fits_nothing_is_lost_for_an_advantage_that_nobody_measured(device: str) -> None:
+    plan = oomguard.find_feasible_config(Spec(cell="lstm", seq=5000), device=device)
+    assert plan.candidate.precision == "fp32"
 
 
 def test_the_same_question_has_the_same_answer() -> None:
