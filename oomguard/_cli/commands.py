@@ -252,12 +252,12 @@ def _tradeoffs(*, output: str | None = None, json: bool = False, **values: Any) 
     from oomguard._report.subject import find_subject
     from oomguard._report.tradeoffs import check_written, make_table, save, show_tradeoffs, table_json
 
-    asked = parsing.read_table(values)
+    arguments = parsing.read_table(values)
     budget_bytes = read_budget(values.get("budget"))
     curve = check_written(output, values.get("curve"))
     if output is not None:
         parsing.check_output(output, f"tradeoffs{Path(output).suffix}")
-    subject = find_subject(**asked, budget=budget_bytes)
+    subject = find_subject(**arguments, budget=budget_bytes)
     table = make_table(subject)
     code = FITS if table["fits"].any() else DOES_NOT_FIT
     path = None if output is None else save(subject, table, output, curve)

@@ -250,7 +250,7 @@ def add_command(
         run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [
                 *map(_argument, arguments),
-                *(_option(flag, panel) for panel, some in panels.items() for flag in some),
+                *(_option(flag, panel) for panel, group in panels.items() for flag in group),
                 *(_option(flag._replace(negative=not flag.negative), None) for flag in flags if flag.kind is bool),
             ]
         )

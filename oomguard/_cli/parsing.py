@@ -86,7 +86,7 @@ def read_table(values: dict[str, Any]) -> dict[str, Any]:
             got=f"got {shown([name for name, _ in pairs])}",
             advice="Put all values of a name into one, such as 1..8,16,32.",
         )
-    given = [name for one in SPEC for name in (one.name, f"no_{one.name}") if name in values]
+    given = [name for option in SPEC for name in (option.name, f"no_{option.name}") if name in values]
     if "plan" in values:
         check_own_spec(given)
         spec, knobs = None, read_options(values, FIXED)
@@ -100,14 +100,14 @@ def read_table(values: dict[str, Any]) -> dict[str, Any]:
 def read_options(values: dict[str, Any], flags: Iterable[Flag]) -> dict[str, Any]:
     """The values of these flags by field, as far as they were given."""
     options: dict[str, Any] = {}
-    for one in flags:
-        on, off = one.name in values, f"no_{one.name}" in values
-        if one.kind is bool and on and off:
-            raise conflict(f"{flag(one.name)} is turned on or off", flag(one.name), flag(f"no_{one.name}"))
-        if one.kind is bool and (on or off):
-            options[one.name] = on
+    for option in flags:
+        on, off = option.name in values, f"no_{option.name}" in values
+        if option.kind is bool and on and off:
+            raise conflict(f"{flag(option.name)} is turned on or off", flag(option.name), flag(f"no_{option.name}"))
+        if option.kind is bool and (on or off):
+            options[option.name] = on
         elif on:
-            options[one.name] = _value(one, values[one.name])
+            options[option.name] = _value(option, values[option.name])
     return options
 
 
@@ -153,17 +153,17 @@ def _spec_fields(model: str | None, name: str | None) -> dict[str, Any]:
     return load_fields(Path(model))
 
 
-def _value(one: Flag, text: str) -> Any:
+def _value(option: Flag, text: str) -> Any:
     """The text as the type of the field; unchanged if it is not of that type, so that the field refuses it."""
-    if one.kind is int:
+    if option.kind is int:
         plain = text.replace("_", "")
         return int(plain) if re.fullmatch(r"-?\d{1,18}", plain, re.ASCII) else text
-    if one.kind is float:
+    if option.kind is float:
         with suppress(ValueError):
             return float(text)
-    if one.kind is tuple:
+    if option.kind is tuple:
         return tuple(part.strip() for part in text.split(",") if part.strip())
-    return _histogram(text) if one.kind is dict else text
+    return _histogram(text) if option.kind is dict else text
 
 
 def _histogram(text: str) -> Any:

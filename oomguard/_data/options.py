@@ -81,11 +81,11 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share < 1:
             form = "a share from 0 up to, not including, 1"
             raise wrong("validation", form, share, "Give --validation a number such as 0.1.")
-        twice = [letter for letter, count in Counter(self.vocabulary or "").items() if count > 1]
-        if twice:
+        repeated = [letter for letter, count in Counter(self.vocabulary or "").items() if count > 1]
+        if repeated:
             raise MisuseError(
                 rule="A vocabulary has every character once",
-                got=f"{twice[0]!r} comes twice",
+                got=f"{repeated[0]!r} comes twice",
                 advice="Leave the second out.",
             )
 

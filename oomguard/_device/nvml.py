@@ -135,12 +135,12 @@ def visible(setting: str | None, uuids: Sequence[str]) -> list[str]:
     chosen: list[str] = []
     kind = setting.strip()[:4]
     for entry in setting.split(","):
-        found = _named(entry.strip(), kind, uuids)
-        if found is None:
+        uuid = _named(entry.strip(), kind, uuids)
+        if uuid is None:
             break
-        if found in chosen:
+        if uuid in chosen:
             return []
-        chosen.append(found)
+        chosen.append(uuid)
     return chosen
 
 
@@ -151,8 +151,8 @@ def _named(entry: str, kind: str, uuids: Sequence[str]) -> str | None:
     if kind == "MIG-":
         return entry
     if kind == "GPU-":
-        found = [uuid for uuid in uuids if uuid.startswith(entry)]
-        return found[0] if len(found) == 1 else None
+        matching = [uuid for uuid in uuids if uuid.startswith(entry)]
+        return matching[0] if len(matching) == 1 else None
     number = re.match(r"\+?(\d+)", entry)
     return uuids[int(number[1])] if number and int(number[1]) < len(uuids) else None
 

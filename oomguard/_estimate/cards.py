@@ -98,11 +98,11 @@ def _index() -> tuple[dict[str, Card], dict[str, str]]:
     cards: dict[str, Card] = {}
     aliases: dict[str, str] = {}
     for row in content["table"]["cards"]:
-        found = _card(row, content["documents"][row["capability"]])
-        cards[found.name] = found
-        aliases |= dict.fromkeys(row.get("aliases", []), found.name)
-    for found in sorted(cards.values(), key=lambda card: card.memory_bytes):
-        aliases.setdefault(re.sub(r"-\d+gb$", "", found.name), found.name)
+        entry = _card(row, content["documents"][row["capability"]])
+        cards[entry.name] = entry
+        aliases |= dict.fromkeys(row.get("aliases", []), entry.name)
+    for entry in sorted(cards.values(), key=lambda card: card.memory_bytes):
+        aliases.setdefault(re.sub(r"-\d+gb$", "", entry.name), entry.name)
     return cards, {alias: name for alias, name in aliases.items() if alias not in cards}
 
 
@@ -139,13 +139,13 @@ def card(name: str) -> Card:
         if form in cards or form in aliases:
             return cards[aliases.get(form, form)]
         stem, _, gib = form.removesuffix("gb").rpartition("-")  # rtx-4090-24gb: right, but more than the key says
-        found = cards.get(aliases.get(stem, stem))
-        if form.endswith("gb") and found is not None and gib == str(found.memory_bytes // GIB):
-            return found
+        known = cards.get(aliases.get(stem, stem))
+        if form.endswith("gb") and known is not None and gib == str(known.memory_bytes // GIB):
+            return known
     import difflib  # only for the message
 
     near = difflib.get_close_matches(key, [*cards, *aliases], n=9, cutoff=0.0)
-    first, second, third = list(dict.fromkeys(aliases.get(one, one) for one in near))[:3]
+    first, second, third = list(dict.fromkeys(aliases.get(match, match) for match in near))[:3]
     raise MisuseError(
         rule="--device must be cpu, cuda or a card that oomguard knows",
         got=f"got {name!r}",

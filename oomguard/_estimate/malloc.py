@@ -57,7 +57,7 @@ def heap_of(allocator: str | None, engine: str | None) -> str:
 
 
 def in_heap(block: Count, heap: str) -> Flag:
-    """Whether a block of so many bytes lives in the heap."""
+    """Whether a block of this size lives in the heap."""
     return block < THRESHOLD_BYTES[heap]
 
 

@@ -60,7 +60,7 @@ def piece_steps(spec: Spec, candidate: Knobs) -> Count:
 
 
 def make_pass(spec: Spec, candidate: Knobs, target: Target, *, steps: Count) -> Pass:
-    """The pass over a piece of so many steps."""
+    """The pass over a piece of `steps` time steps."""
     engine = engine_for(spec, candidate, target)
     tokens = steps * candidate.microbatch
     if target.cuda:  # the CPU computes the padding too, which is faster (model.py)

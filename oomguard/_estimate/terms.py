@@ -43,7 +43,7 @@ def parameters(spec: Spec) -> dict[str, list[Shape]]:
 
 
 def elements(shapes: list[Shape]) -> int:
-    """Numbers in so many tensors."""
+    """The number of elements of all tensors with these shapes."""
     return sum(math.prod(shape) for shape in shapes)
 
 

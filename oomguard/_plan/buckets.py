@@ -19,7 +19,7 @@ MOST_LENGTHS = 256  # distinct lengths among which borders are looked for
 WORTH = 0.01  # a further bucket must save this share of all tokens
 ALIKE = 0.02  # times that differ by no more than this share are taken for equal
 
-Some = Annotated[int, msgspec.Meta(ge=1, le=1 << 60)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 60)]
 
 
 def cut(lengths: dict[int, int], most: int = MOST_BUCKETS) -> list[dict[int, int]]:
@@ -78,9 +78,9 @@ def padded_share(lengths: dict[int, int], padded: float) -> float:
 class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How sequences up to some length are run."""
 
-    longest: Some
+    longest: Positive
     """Steps of the longest sequence in the bucket."""
-    sequences: Some
+    sequences: Positive
     """Sequences of the data in the bucket."""
     candidate: Candidate
     """Its microbatch and segments, in the setting of the plan's candidate."""

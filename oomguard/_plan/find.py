@@ -203,10 +203,10 @@ def _search(
 
 def _study_name(question: Question, title: str) -> str:
     """The name of a question's study: the same for the same question on the same kind of device."""
-    asked: list[object] = [question.spec, title, question.budget_bytes, question.maximize, question.allow]
-    asked.append(KNOBS["allocator"].field.choices)  # Optuna refuses other choices of a parameter in one study
-    asked += [question.fixed, "open batch"] if question.open_batch else [question.fixed]
-    content = msgspec.json.encode(msgspec.to_builtins(asked, str_keys=True), order="deterministic")
+    parts: list[object] = [question.spec, title, question.budget_bytes, question.maximize, question.allow]
+    parts.append(KNOBS["allocator"].field.choices)  # Optuna refuses other choices of a parameter in one study
+    parts += [question.fixed, "open batch"] if question.open_batch else [question.fixed]
+    content = msgspec.json.encode(msgspec.to_builtins(parts, str_keys=True), order="deterministic")
     return f"{question.spec.cell}-{question.spec.steps}-{hashlib.sha256(content).hexdigest()[:12]}"
 
 

@@ -60,16 +60,16 @@ def _name(name: Any) -> str:
 
 def _values(name: str, values: Any) -> list[Any]:
     if isinstance(values, str):
-        found = [value for part in values.split(",") for value in _part(name, part.strip())]
+        result = [value for part in values.split(",") for value in _part(name, part.strip())]
     elif isinstance(values, Iterable):
-        found = [value.item() if isinstance(value, np.generic) else value for value in values]
+        result = [value.item() if isinstance(value, np.generic) else value for value in values]
     else:
-        found = [values]
-    if not found or len(found) > MOST_VALUES:
-        count = f"{len(found):,}" if found else "none"
+        result = [values]
+    if not result or len(result) > MOST_VALUES:
+        count = f"{len(result):,}" if result else "none"
         rule = f"{flag(name)} must vary over 1 to {MOST_VALUES:,} values"
         raise MisuseError(rule=rule, got=f"got {count}", advice=EXAMPLES)
-    return [*dict.fromkeys(renew(name, value) for value in found)]
+    return [*dict.fromkeys(renew(name, value) for value in result)]
 
 
 def _part(name: str, text: str) -> Iterable[Any]:

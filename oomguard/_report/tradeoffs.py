@@ -175,11 +175,11 @@ def _front_section(over: Over, table: pd.DataFrame) -> Section:
     """The front, thinned out if it is long, and every row that was measured; the fastest first."""
     front = front_of(table)
     picked = front.iloc[np.unique(np.linspace(0, len(front) - 1, MOST_LINES).round().astype(int))]
-    some = f" ({len(picked)} of {len(front)} rows)" if len(picked) < len(front) else ""
+    note = f" ({len(picked)} of {len(front)} rows)" if len(picked) < len(front) else ""
     measured = table.index[table["verdict"].notna()].difference(picked.index)
-    some += ", with all measured rows" if len(measured) else ""
+    note += ", with all measured rows" if len(measured) else ""
     rows = table.loc[[*picked.index, *measured]].sort_values("tokens_per_second", ascending=False, kind="stable")
-    title = f"The front, fastest first: no other candidate is both faster and smaller{some}"
+    title = f"The front, fastest first: no other candidate is both faster and smaller{note}"
     return Section(title=title, table=_lines(over, rows))
 
 

@@ -184,9 +184,9 @@ def check_candidate(spec: Spec, candidate: "Candidate | Candidates") -> None:
         check_whole("microbatch", candidate.microbatch, 1, spec.batch)
     microbatch, accumulation = np.broadcast_arrays(columns["microbatch"], columns["accumulation"])
     passes = -(-spec.batch // microbatch)
-    wrong = accumulation != passes
-    if wrong.any():
-        row = int(wrong.argmax())
+    mismatched = accumulation != passes
+    if mismatched.any():
+        row = int(mismatched.argmax())
         raise MisuseError(
             rule="Microbatch x accumulation must give the batch (the last microbatch may be smaller)",
             got=f"{microbatch[row]} x {accumulation[row]} does not give {spec.batch}",
