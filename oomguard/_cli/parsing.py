@@ -61,15 +61,7 @@ def _read(
         fields |= {"vocab": None, "embedding": fields.get("embedding")}
     elif "vocab" in fields and "features" not in fields:
         fields["features"] = None
-    spec = make(with_batch(_spec_fields(values.get("model"), values.get("preset")) | fields, knobs))
-    microbatch = knobs.get("microbatch")
-    if type(microbatch) is int and microbatch > spec.batch:
-        raise MisuseError(
-            rule="--microbatch must not be larger than --batch",
-            got=f"got {shown(microbatch)} of {shown(spec.batch)}",
-            advice=f"Lower it, or give --batch {microbatch} too.",
-        )
-    return spec, knobs
+    return make(with_batch(_spec_fields(values.get("model"), values.get("preset")) | fields, knobs)), knobs
 
 
 def read_table(values: dict[str, Any]) -> dict[str, Any]:

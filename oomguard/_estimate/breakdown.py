@@ -97,11 +97,7 @@ class Estimate:
 
 
 def estimate_step(spec: Spec, candidate: Knobs, target: Target = CPU, *, training: bool = True) -> Estimate:
-    """Estimate one optimizer step or, with `training=False`, one evaluation pass without gradients.
-
-    >>> estimate_step(Spec(cell="lstm", seq=1000), Candidate(microbatch=32)).moment
-    'backward of layer 2'
-    """
+    """Estimate one optimizer step or, with `training=False`, one evaluation pass without gradients."""
     step, moments = step_moments(spec, candidate, target, training=training)
     totals: dict[str, Count] = {name: sum(parts.values()) for name, parts in moments.items()}
     terms_of_peak, moment = _largest(moments, totals)

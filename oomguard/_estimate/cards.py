@@ -84,9 +84,6 @@ def card_precisions(capability: tuple[int, int]) -> tuple[str, ...]:
 
     bf16 needs sm 8.0. fp16 is offered from sm 7.0 on, the first with tensor cores: older cards compute in it, but
     some of them (sm 6.1) much more slowly than in fp32.
-
-    >>> card_precisions((8, 0)), card_precisions((7, 5)), card_precisions((6, 1))
-    (('fp32', 'bf16', 'fp16'), ('fp32', 'fp16'), ('fp32',))
     """
     return "fp32", *(name for name, least in (("bf16", (8, 0)), ("fp16", (7, 0))) if capability >= least)
 
@@ -127,11 +124,7 @@ def names() -> tuple[str, ...]:
 
 
 def card(name: str) -> Card:
-    """The card of that name: our key, CUDA's own name, or what people type.
-
-    >>> card("NVIDIA GeForce RTX 4090").name, card("a100").name, card("A100-SXM4-80GB").name, card("3080ti").name
-    ('rtx-4090', 'a100-40gb', 'a100-80gb', 'rtx-3080-ti')
-    """
+    """The card of that name: our key, CUDA's own name, or what people type."""
     cards, aliases = _index()
     key = _normal(name)
     plain = re.sub(r"-(sxm\d?|pcie|hbm\d?e?)(?=-|$)", "", key)

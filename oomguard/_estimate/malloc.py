@@ -46,11 +46,7 @@ ROUND_LARGE_BYTES = 2 << 20  # c10/core/AllocatorConfig.h, kRoundLarge, torch 2.
 
 
 def heap_of(allocator: str | None, engine: str | None) -> str:
-    """The heap of a process on the CPU, as the tables name it: `tight` unless the candidate names another.
-
-    >>> [heap_of(name, "native") for name in ("system", "fast", "expandable", None)]
-    ['system', 'fast native', 'tight', 'tight']
-    """
+    """The heap of a process on the CPU, as the tables name it: `tight` unless the candidate names another."""
     if allocator == "fast":
         return "fast onednn" if engine == "onednn" else "fast native"
     return "system" if allocator == "system" else "tight"
@@ -62,11 +58,7 @@ def in_heap(block: Count, heap: str) -> Flag:
 
 
 def in_heap_of(block: Any, allocators: Any, engines: Any) -> Any:
-    """Whether a block lives in the heap on the CPU, for columns of allocators (None: the default) and engines.
-
-    >>> in_heap_of(8 << 20, np.array(["tight", "fast", "fast", None]), ["onednn", "native", "onednn", ""]).tolist()
-    [False, False, True, False]
-    """
+    """Whether a block lives in the heap on the CPU, for columns of allocators (None: the default) and engines."""
     names, engines = np.asarray(allocators, dtype=object), np.asarray(engines)
     fast = np.where(engines == "onednn", THRESHOLD_BYTES["fast onednn"], THRESHOLD_BYTES["fast native"])
     others = np.where(names == "system", THRESHOLD_BYTES["system"], THRESHOLD_BYTES["tight"])
@@ -83,9 +75,6 @@ def block_bytes(size: Count) -> Count:
 
     A block may be larger: the allocator does not split off a rest of at most 1 MiB from a segment over 1 MiB. That
     costs at most 1 MiB for each block over 1 MiB.
-
-    >>> block_bytes(1), block_bytes(512), block_bytes(513)
-    (512, 512, 1024)
     """
     return round_up(size, MIN_BLOCK_BYTES)
 

@@ -125,10 +125,7 @@ def in_flags(**fields: Any) -> str:
 
 def advise(spec: Spec, estimate: Estimate, target: Target) -> list[str]:
     """At most three changes: unavoidable ones, then those that make it fit (the cheapest first) or save most."""
-    if isinstance(estimate.candidate, Candidates):
-        raise MisuseError(
-            rule="Advice is about one candidate", got="got an array of them", advice="Estimate one of them, [i], again."
-        )
+    assert isinstance(estimate.candidate, Candidate)
     case = Case(spec=spec, estimate=estimate, candidate=estimate.candidate, target=target)
 
     def order(change: Change) -> tuple[object, ...]:

@@ -26,9 +26,6 @@ def cut(lengths: dict[int, int], most: int = MOST_BUCKETS) -> list[dict[int, int
     """The histogram in at most `most` parts, so that padding each sequence to the longest of its part costs least.
 
     Exact, by dynamic programming; a part that saves less than 1 % of the tokens is not made.
-
-    >>> [max(part) for part in cut({10: 100, 11: 100, 100: 10, 101: 1})]
-    [11, 101]
     """
     values = sorted(lengths)
     if len(values) > MOST_LENGTHS:  # borders may lie at some of them, and at the longest
@@ -66,11 +63,7 @@ def padded_tokens(lengths: dict[int, int], microbatch: int) -> float:
 
 
 def padded_share(lengths: dict[int, int], padded: float) -> float:
-    """The share of padding in so many padded tokens of these sequences.
-
-    >>> round(padded_share({100: 1, 300: 1}, padded_tokens({100: 1, 300: 1}, 2)), 3)
-    0.2
-    """
+    """The share of padding in so many padded tokens of these sequences."""
     real = sum(length * count for length, count in lengths.items())
     return max(0.0, 1 - real / padded)  # sums of powers round: without padding it may come out a little below 0
 

@@ -192,11 +192,7 @@ def _by_length(problem: Problem, records: Sequence[Record], chosen: Candidate, *
 
 
 def differing(candidate: Candidate, other: Candidate, knobs: tuple[str, ...]) -> list[str]:
-    """The knobs in which two candidates differ.
-
-    >>> differing(Candidate(microbatch=8), Candidate(microbatch=8, threads=2), BUCKETS_KEEP)
-    ['threads']
-    """
+    """The knobs in which two candidates differ."""
     return [name for name in knobs if getattr(candidate, name) != getattr(other, name)]
 
 

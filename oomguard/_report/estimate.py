@@ -41,14 +41,14 @@ MEASURED = ("runtime", "weights", "optimizer", "input")  # a probe measures thes
 def to_json(estimate: Estimate) -> dict[str, Any]:
     knobs = estimate.candidate
     names = ("fits", "runs", "total_bytes", "budget_bytes", "margin_bytes", "terms", "moment", "moments", "engine")
-    document = _attributes(estimate, *names, "device")
+    document = _attrs(estimate, *names, "device")
     document["candidate"] = knobs if isinstance(knobs, Candidate) else knobs.knobs
     if estimate.allocated_bytes is not None:
-        document |= _attributes(estimate, "allocated_bytes", "reserved_bytes", "host_bytes")
+        document |= _attrs(estimate, "allocated_bytes", "reserved_bytes", "host_bytes")
     return dict(msgspec.to_builtins(document, enc_hook=lambda value: value.tolist()))  # numbers and arrays of NumPy
 
 
-def _attributes(value: object, *names: str) -> dict[str, Any]:
+def _attrs(value: object, *names: str) -> dict[str, Any]:
     return {name: getattr(value, name) for name in names}
 
 
@@ -177,16 +177,16 @@ def devices_json(devices: "list[Device]", note: str | None) -> dict[str, Any]:
     documents = []
     for device in devices:
         document: dict[str, object] = {"device": device.name, "name": device.title()}
-        document |= _attributes(device.budget(), "limit_bytes", "left_bytes", "committed_bytes", "limits")
+        document |= _attrs(device.budget(), "limit_bytes", "left_bytes", "committed_bytes", "limits")
         document["precisions"] = device.precisions()
         if isinstance(device, Cuda):
-            document |= _attributes(device.status(), "uuid", "compute_capability", "total_bytes", "free_bytes", "others")
+            document |= _attrs(device.status(), "uuid", "compute_capability", "total_bytes", "free_bytes", "others")
         documents.append(document)
     return {"devices": msgspec.to_builtins(documents), "note": note}
 
 
 def card_json(card: "Card") -> dict[str, Any]:
-    return _attributes(card, "name", "memory_bytes", "usable_bytes", "compute_capability", "source")
+    return _attrs(card, "name", "memory_bytes", "usable_bytes", "compute_capability", "source")
 
 
 def show_devices(devices: "list[Device]", note: str | None, console: "Console") -> None:

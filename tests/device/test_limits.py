@@ -141,7 +141,7 @@ def test_a_process_cannot_hold_more_than_is_used() -> None:
 
 
 def test_a_budget_needs_a_resident_limit() -> None:
-    with pytest.raises(MisuseError, match="limit of resident bytes"):
+    with pytest.raises(AssertionError, match="limit of resident bytes"):
         Budget(device="cpu", limits=())
 
 

@@ -216,6 +216,14 @@ def test_sms_and_capability_are_those_that_cuda_was_seen_to_report(
     assert (card(name).sms, card(name).compute_capability) == (sms, capability)
 
 
+@pytest.mark.parametrize(
+    ("capability", "precisions"),
+    [((8, 0), ("fp32", "bf16", "fp16")), ((7, 5), ("fp32", "fp16")), ((6, 1), ("fp32",))],
+)
+def test_half_precisions_need_tensor_cores(capability: tuple[int, int], precisions: tuple[str, ...]) -> None:
+    assert card_precisions(capability) == precisions
+
+
 def test_bf16_is_native_from_ampere_on() -> None:
     def native(name: str) -> bool:
         return "bf16" in card_precisions(card(name).compute_capability)

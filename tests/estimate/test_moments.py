@@ -14,7 +14,8 @@ from oomguard._core.errors import MisuseError
 from oomguard._estimate import terms
 from oomguard._estimate.breakdown import Estimate, estimate_step
 from oomguard._estimate.cards import card
-from oomguard._estimate.target import CPU, Target, on_card
+from oomguard._estimate.passes import borders_kept
+from oomguard._estimate.target import CPU, Target, on_card, resident_within
 from oomguard._spec.candidate import Candidate, make_candidate
 from oomguard._spec.spec import Spec
 
@@ -232,3 +233,12 @@ def test_an_engine_that_cannot_run_the_cell_is_misuse() -> None:
     spec = Spec(cell="gru", seq=10)
     with pytest.raises(MisuseError, match="gru runs on native"):
         estimate_step(spec, Candidate(microbatch=1, engine="onednn"))
+
+
+@pytest.mark.parametrize(("levels", "borders"), [(1, 99), (2, 18), (3, 12)])
+def test_more_levels_keep_fewer_border_states_of_100_segments(levels: int, borders: int) -> None:
+    assert borders_kept(100, levels) == borders
+
+
+def test_each_resident_byte_of_growth_needs_up_to_2_8_committed_ones() -> None:
+    assert resident_within(CPU.runtime_bytes + 280) == CPU.runtime_bytes + 100

@@ -14,8 +14,8 @@ from oomguard._core.units import GIB, MIB
 from oomguard._estimate.breakdown import estimate_step
 from oomguard._estimate.target import CPU
 from oomguard._plan import make as made
-from oomguard._plan.buckets import Bucket, make_buckets
-from oomguard._plan.make import make_fallbacks
+from oomguard._plan.buckets import Bucket, cut, make_buckets
+from oomguard._plan.make import BUCKETS_KEEP, differing, make_fallbacks
 from oomguard._plan.store import decode_plan
 from oomguard._plan.value import Plan, Point, figures
 from oomguard._predict.calibration import Calibration
@@ -23,7 +23,7 @@ from oomguard._probe.record import Record
 from oomguard._probe.verdict import Verdict
 from oomguard._search.lengths import with_steps
 from oomguard._search.screen import SETTING, screen
-from oomguard._spec.candidate import check_candidate, make_candidate
+from oomguard._spec.candidate import Candidate, check_candidate, make_candidate
 from oomguard._spec.spec import Spec
 
 each = pytest.mark.parametrize("name", [*PROBLEMS])
@@ -277,6 +277,14 @@ def test_where_a_bucket_would_need_another_setting_there_are_none(
     monkeypatch.setattr(made, "make_buckets", changed)
     plan = bucketed()
     assert (plan.buckets, plan.padding) == ((), None)
+
+
+def test_similar_lengths_share_a_bucket() -> None:
+    assert [max(part) for part in cut({10: 100, 11: 100, 100: 10, 101: 1})] == [11, 101]
+
+
+def test_the_knobs_in_which_candidates_differ_are_named() -> None:
+    assert differing(Candidate(microbatch=8), Candidate(microbatch=8, threads=2), BUCKETS_KEEP) == ["threads"]
 
 
 def test_sequences_of_two_lengths_that_are_never_mixed_have_no_padding() -> None:
