@@ -27,11 +27,11 @@ def steps_of(source: Source) -> Array:
 @pytest.mark.parametrize("shape", [(103, 3), (20, 4, 3)])
 def test_mean_and_deviation_are_those_of_the_training_part(shape: tuple[int, ...]) -> None:
     plain = open_data(noise(*shape), spec(), DataOptions(normalise="none")).train
-    found = open_data(noise(*shape), spec()).normaliser
-    assert found is not None
-    np.testing.assert_allclose(found.mean, steps_of(plain).mean(axis=0), rtol=1e-12)
-    np.testing.assert_allclose(found.std, steps_of(plain).std(axis=0), rtol=1e-10)
-    assert found.steps == len(steps_of(plain))
+    normaliser = open_data(noise(*shape), spec()).normaliser
+    assert normaliser is not None
+    np.testing.assert_allclose(normaliser.mean, steps_of(plain).mean(axis=0), rtol=1e-12)
+    np.testing.assert_allclose(normaliser.std, steps_of(plain).std(axis=0), rtol=1e-10)
+    assert normaliser.steps == len(steps_of(plain))
 
 
 def test_validation_does_not_move_it() -> None:

@@ -71,9 +71,9 @@ def test_opening_the_cpu_and_reading_it_imports_no_torch() -> None:
 
 def test_a_card_is_named_and_sized_through_nvml_alone(plain: pytest.MonkeyPatch) -> None:
     answer(plain, card(name="NVIDIA L4", free=10 * GIB, processes=[process(4711, 3 * GIB)]))
-    one = Cuda(0)
-    assert (one.name, one.title()) == ("cuda:0", "NVIDIA L4")
-    assert one.budget().limit_bytes == 10 * GIB
+    device = Cuda(0)
+    assert (device.name, device.title()) == ("cuda:0", "NVIDIA L4")
+    assert device.budget().limit_bytes == 10 * GIB
 
 
 def test_what_torch_reserved_is_not_lost_where_processes_are_not_listed(plain: pytest.MonkeyPatch) -> None:
@@ -155,8 +155,8 @@ def test_expandable_segments_are_added_to_the_users_settings(
         plain.delenv(name, raising=False)
     for name, value in own.items():
         plain.setenv(name, value)
-    found = Cuda(0).environment(Candidate(microbatch=1, allocator="expandable"), "cudnn")
-    assert found == dict.fromkeys(SETTINGS, wanted)
+    environment = Cuda(0).environment(Candidate(microbatch=1, allocator="expandable"), "cudnn")
+    assert environment == dict.fromkeys(SETTINGS, wanted)
 
 
 # all of them

@@ -25,8 +25,8 @@ def advice(device: str = "cpu", budget_bytes: int = 10**6 * GIB, **asked: Any) -
     """What is said of a spec and knobs by name."""
     spec = Spec(**{name: value for name, value in asked.items() if name not in KNOBS})
     knobs = {name: value for name, value in asked.items() if name in KNOBS}
-    found = oomguard.estimate(spec, device=device, budget_bytes=budget_bytes, **knobs)
-    return advise(spec, found, find_target(device))
+    estimate = oomguard.estimate(spec, device=device, budget_bytes=budget_bytes, **knobs)
+    return advise(spec, estimate, find_target(device))
 
 
 def flags(line: str) -> dict[str, Any]:
@@ -51,8 +51,8 @@ def test_a_fifth_of_two_sequences_that_are_drawn_at_random_is_padding() -> None:
 @settings(max_examples=50)
 @given(specs(), st.sampled_from(["cpu", CARD]), st.integers(1, 1 << 50))
 def test_there_are_never_more_than_three_lines(spec: Spec, device: str, budget_bytes: int) -> None:
-    found = oomguard.estimate(spec, device=device, budget_bytes=budget_bytes)
-    assert len(advise(spec, found, find_target(device))) <= 3
+    estimate = oomguard.estimate(spec, device=device, budget_bytes=budget_bytes)
+    assert len(advise(spec, estimate, find_target(device))) <= 3
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_there_are_never_more_than_three_lines(spec: Spec, device: str, budget_b
 def test_what_is_said_to_help_makes_it_fit(asked: dict[str, Any]) -> None:
     lines = [line for line in advice(**asked) if line.startswith("--")]
     changed = [asked | flags(line) for line in lines]
-    assert [oomguard.estimate(**one).fits for one in changed] == [True] * len(lines) != []
+    assert [oomguard.estimate(**each).fits for each in changed] == [True] * len(lines) != []
 
 
 @pytest.mark.parametrize("device", ["cpu", CARD])
@@ -171,8 +171,8 @@ def test_no_eight_bit_optimizer_is_advised_on_the_cpu() -> None:
 
 def test_an_evaluation_pass_is_not_told_of_segments() -> None:
     spec = Spec(cell="gru", seq=10_000)
-    found = oomguard.estimate(spec, training=False, budget_bytes=100 * MIB)
-    assert not about("--segments", advise(spec, found, find_target("cpu")))
+    estimate = oomguard.estimate(spec, training=False, budget_bytes=100 * MIB)
+    assert not about("--segments", advise(spec, estimate, find_target("cpu")))
 
 
 def test_several_candidates_at_once_get_no_advice() -> None:
@@ -184,9 +184,9 @@ def test_several_candidates_at_once_get_no_advice() -> None:
 
 def test_a_line_does_not_change_what_was_asked() -> None:
     spec = Spec(cell="lstm", seq=10_000)
-    found = oomguard.estimate(spec, budget_bytes=GIB)
-    advise(spec, found, find_target("cpu"))
-    assert found.candidate == Candidate(microbatch=32)
+    estimate = oomguard.estimate(spec, budget_bytes=GIB)
+    advise(spec, estimate, find_target("cpu"))
+    assert estimate.candidate == Candidate(microbatch=32)
 
 
 def test_settings_are_told_as_the_command_line_takes_them() -> None:
