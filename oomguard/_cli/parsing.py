@@ -33,7 +33,7 @@ def read_planned(values: dict[str, Any]) -> tuple[Spec, dict[str, Any]]:
         from oomguard._data.open import spec_from_data
 
         make = partial(spec_from_data, data=values["data"], options=DataOptions(**options))
-        # the lengths are those of the data, whatever a file of the spec says
+        # the lengths of the data replace those of a spec file
         spec, knobs = _read(values, FIXED, {"lengths": None}, make)
     elif options:
         rule = f"{flag(next(iter(options)))} says how data is read"
@@ -55,7 +55,7 @@ def _read(
 ) -> tuple[Spec, dict[str, Any]]:
     """The spec that `make` builds from its fields, and the knobs. `usual`: fields that apply unless flags are given."""
     fields, knobs = {**usual, **read_options(values, SPEC_FIELDS)}, read_options(values, flags)
-    if "accumulation" in knobs:  # with the microbatch it says what the batch is, whatever a file says
+    if "accumulation" in knobs:  # with the microbatch it gives the batch, and replaces that of a file
         fields = with_batch(fields, knobs)
     if "features" in fields and "vocab" not in fields:
         fields |= {"vocab": None, "embedding": fields.get("embedding")}
@@ -65,7 +65,7 @@ def _read(
 
 
 def read_table(values: dict[str, Any]) -> dict[str, Any]:
-    """What a table is about: the spec (None: that of the plan), measurements, what varies, the device and knobs."""
+    """The arguments of `find_subject`: spec (None: that of the plan), records, what varies, device and knobs."""
     from oomguard._report.grid import check_own_spec, fields_for, read_text
 
     if "plan" in values and "ledger" in values:

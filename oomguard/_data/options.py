@@ -36,8 +36,8 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Steps from the start of a window to that of the next; None: one long series is cut into windows that do not
     overlap, and each of many series is one sequence."""
     nan: Nan = "error"
-    """What a NaN or an infinite number does: it is an error, its sequence is dropped, or it is read as 0 (not in tokens
-    and classes, where 0 has a meaning)."""
+    """Handling of NaN and infinite numbers: an error, its sequence is dropped, or it is read as 0 (not in tokens and
+    classes, where 0 has a meaning)."""
     characters: bool = False
     """Whether the tokens of text are characters (of UTF-8) instead of bytes."""
     vocabulary: str | None = None

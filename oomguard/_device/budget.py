@@ -80,7 +80,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 
     device: str  # the device as `--device` takes it: `cpu`, `cuda:0`
     limits: tuple[Limit, ...]
-    """All that apply, as they were found. One more (a user's own) can be appended with `msgspec.structs.replace`."""
+    """All limits that apply, in the order in which they were read."""
 
     def __post_init__(self) -> None:
         assert self.least("resident") is not None, "a budget needs a limit of resident bytes"

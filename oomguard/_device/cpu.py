@@ -47,7 +47,7 @@ class Cpu(msgspec.Struct, frozen=True):
         return cpu_precisions()
 
     def library(self) -> str | None:
-        """The library of its kernels, with the version; None if torch does not tell. Imports torch."""
+        """The library of its kernels, with the version; None if it is unknown. Imports torch."""
         import torch
 
         match = re.search(r"(?:MKL-DNN|oneDNN) v?(\d[\w.]*)", torch.__config__.show())
@@ -129,7 +129,7 @@ class Cpu(msgspec.Struct, frozen=True):
 
 
 def cores() -> int:
-    """Processors that this process may use: those that it may run on, or as many as its cgroup pays for."""
+    """The number of processors that this process may run on, at most as many as its cgroup allows."""
     ask = getattr(os, "sched_getaffinity", None)
     allowed = len(ask(0)) if ask is not None else os.cpu_count() or 1
     return max(1, min(allowed, math.ceil(limits.cpu_quota() or allowed)))

@@ -1,7 +1,7 @@
 """A CUDA card as a device: its budget, the memory that this process uses there, and how a limit is enforced.
 
-What can be asked without torch (the budget, the name) is asked through NVML, so that a process that only plans needs no
-CUDA context. Where NVML does not answer, CUDA itself is asked through torch, in this process.
+Figures that do not need torch (the budget, the name) are read through NVML, so that a process that only plans needs no
+CUDA context. Where NVML does not answer, they are read from CUDA through torch, in this process.
 """
 
 import gc
@@ -143,7 +143,7 @@ class Cuda(msgspec.Struct, frozen=True):
         return int(_torch().cuda.memory_stats(self.index).get("num_alloc_retries", 0))
 
     def _context_bytes(self) -> int:
-        """Bytes that this process holds besides those PyTorch reserved: by NVML, by subtraction, or as is usual."""
+        """Bytes that this process holds besides those PyTorch reserved: by NVML, by subtraction, or the usual size."""
         torch, card = _torch(), self.status()
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.index)
         reserved_bytes = torch.cuda.memory_reserved(self.index)
@@ -170,7 +170,7 @@ def built_for_cards() -> bool:
 
 
 def _torch() -> Any:
-    """torch, with CUDA started: its statistics cannot be asked for before."""
+    """torch, with CUDA started: its statistics cannot be read before."""
     import torch
 
     torch.cuda.init()  # type: ignore[no-untyped-call]

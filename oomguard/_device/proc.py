@@ -23,7 +23,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     file_bytes: int = 0  # RssFile: resident pages of files
     space_bytes: int = 0  # VmSize: all mappings
     space_peak_bytes: int = 0  # VmPeak: the largest VmSize since the process began. The kernel never resets it.
-    swapped_bytes: int = 0  # VmSwap: what of it is swapped out
+    swapped_bytes: int = 0  # VmSwap: the part that is swapped out
 
 
 def read_status(pid: int | None = None, proc: Path = PROC) -> Status | None:
@@ -48,7 +48,7 @@ def read_status(pid: int | None = None, proc: Path = PROC) -> Status | None:
 
 
 def _by_psutil(pid: int | None) -> Status | None:
-    """Read a process's memory by psutil. Windows tells a peak; macOS only this process's, in bytes instead of KiB."""
+    """Read a process's memory by psutil. Windows reports a peak; macOS only that of this process, in bytes, not KiB."""
     import psutil
 
     try:

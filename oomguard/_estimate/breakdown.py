@@ -1,7 +1,7 @@
 """Estimate: the peak of one optimizer step, as the largest of its moments, with the terms of that moment.
 
-A step is a sequence of moments: forward, the loss, the backward of each call, the optimizer. At each of them other
-things are alive; the peak is the largest sum, never a sum of everything. Estimates err, so a margin comes on top.
+A step is a sequence of moments: forward, the loss, the backward of each call, the optimizer. Different tensors are in
+use at each moment, and the peak is the moment with the largest sum. Estimates err, so a margin is added.
 
 A million candidates of one spec take less than a second: the arithmetic takes arrays for the knobs that are numbers.
 The other knobs (precision, engine, ...) have one value in a group, so candidates are sorted into groups that agree on
@@ -80,7 +80,7 @@ class Estimate:
 
     @property
     def runs(self) -> Flag:
-        """Whether the engine takes so many steps in one call: cuDNN refuses more than 65,535, whatever the memory."""
+        """Whether the engine can run the steps of one call: cuDNN refuses more than 65,535, whatever the memory."""
         return (self.engine != "cudnn") | (self.steps <= cudnn.MAX_STEPS)
 
     @property

@@ -124,7 +124,7 @@ def names() -> tuple[str, ...]:
 
 
 def card(name: str) -> Card:
-    """The card of that name: our key, CUDA's own name, or what people type."""
+    """The card with this name: a key of cards.toml, CUDA's own name, or what people type."""
     cards, aliases = _index()
     key = _normal(name)
     plain = re.sub(r"-(sxm\d?|pcie|hbm\d?e?)(?=-|$)", "", key)

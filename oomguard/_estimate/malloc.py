@@ -16,7 +16,7 @@ from oomguard._estimate.call import Count, Flag, round_up
 THRESHOLD_BYTES = {"tight": 65_536, "fast native": 4 << 20, "fast onednn": 32 << 20, "system": 32 << 20, "cuda": 0}
 """Bytes from which a block gets pages of its own, by heap (on CUDA there is none). `tight` gives back what it can.
 `fast` keeps what an engine frees and asks for again: all that a step of PyTorch's own kernels needs, and little that is
-larger; for oneDNN, which needs blocks of a whole segment, as much as glibc can be told to. `system`: glibc raises its
+larger; for oneDNN, which needs blocks of a whole segment, as much as glibc can be set to. `system`: glibc raises its
 threshold to what was freed, up to that (DEFAULT_MMAP_THRESHOLD_MAX, malloc.c, glibc 2.36)."""
 
 

@@ -11,7 +11,7 @@ TERMS = ("runtime", "weights", "gradients", "optimizer", "activations", "workspa
 MATH_BUFFER_BYTES = 3_400_000
 """Buffers that the CPU's matrix library keeps after its first large product (measured: 3.3 to 3.5 MB, one thread)."""
 HEAP_PERCENT = {"rnn": 170, "gru": 115, "lstm": 115, "equal": 170, "segments": 20}
-"""What glibc's own heap grows to, in percent of the bytes in use there: with PyTorch's own kernels (`rnn` to `lstm`);
+"""Size of glibc's own heap, in percent of the bytes in use there: with PyTorch's own kernels (`rnn` to `lstm`);
 for logits and, in segments, the gradients of head and embedding (`equal`). In segments it grows by that much more.
 memalign cannot use a hole of just the size that it is asked for (glibc before 2.38), and of two equal blocks a vanilla
 RNN frees one. (Second steps of rows `tune` of benchmarks/results/system_peaks.csv: 1.3 to 2.2 for 14 RNNs, 1.1 to 1.4

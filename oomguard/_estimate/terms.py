@@ -129,7 +129,7 @@ def longest_tokens(spec: Spec, microbatch: Count) -> Count:
     counts = np.array([min(spec.lengths[int(length)], MAX_BATCH) for length in lengths])  # more make no difference
     sequences, tokens = np.cumsum(counts), np.cumsum(counts * lengths)
     rank = np.minimum(np.searchsorted(sequences, microbatch), len(lengths) - 1)
-    missing = sequences[rank] - microbatch  # negative if there are not so many: then the shortest are repeated
+    missing = sequences[rank] - microbatch  # negative if there are too few sequences: then the shortest are repeated
     total = tokens[rank] - missing * lengths[rank]
     return total if isinstance(microbatch, np.ndarray) else int(total)
 

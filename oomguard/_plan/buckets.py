@@ -63,13 +63,13 @@ def padded_tokens(lengths: dict[int, int], microbatch: int) -> float:
 
 
 def padded_share(lengths: dict[int, int], padded: float) -> float:
-    """The share of padding in so many padded tokens of these sequences."""
+    """The share of padding, if these sequences have `padded` tokens after padding."""
     real = sum(length * count for length, count in lengths.items())
     return max(0.0, 1 - real / padded)  # sums of powers round: without padding it may come out a little below 0
 
 
 class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How sequences up to some length are run."""
+    """The candidate for sequences of similar length."""
 
     longest: Positive
     """Steps of the longest sequence in the bucket."""
@@ -78,7 +78,7 @@ class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     candidate: Candidate
     """Its microbatch and segments, in the setting of the plan's candidate."""
     expected: Prediction
-    """What the bucket is expected to need; the time is that of a step of the whole batch from this bucket."""
+    """The prediction for the bucket. Its time is that of a step whose whole batch is from this bucket."""
 
 
 def make_buckets(problem: Problem, records: Sequence[Record], chosen: Candidate, *, timed: bool = True) -> list[Bucket]:

@@ -158,7 +158,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     plain: Plain
     """PyTorch without oomguard, for comparison."""
     bought: tuple[LossyGain, ...] = ()
-    """The gain by each lossy knob that is turned."""
+    """The gain by each lossy knob that the plan uses."""
     enough_rows: Positive | None = None
     """The microbatch beyond which the speed grows by less than 2 %."""
     buckets: tuple[Bucket, ...] = ()

@@ -163,7 +163,7 @@ class Server:
         from oomguard._probe.sample import run_tiny, tiny_candidate, tiny_spec
 
         if request.candidate.threads is None and torch.get_num_threads() != self.threads:
-            torch.set_num_threads(self.threads)  # a candidate that does not say must not get those of the last one
+            torch.set_num_threads(self.threads)  # otherwise it would have the threads of the last candidate
         device.settle(request.candidate)
         spec = tiny_spec(request.spec)
         kind = msgspec.json.encode((spec, tiny_candidate(spec, request.candidate), request.device))
@@ -177,7 +177,7 @@ class Server:
 
     def _is_as_new(self, now: Reading, request: Request) -> bool:
         """Whether the memory of this process is back where it was, as far as the next peak could tell."""
-        if self.base_bytes is None:  # it found that it cannot run before it ran anything
+        if self.base_bytes is None:  # the candidate was refused before anything ran
             return True
         if self.committed_bytes is None:
             self.committed_bytes = now.committed_bytes

@@ -51,11 +51,6 @@ def show_result(plan: Plan, path: Path | None, console: "Console") -> None:
         say(f"Written to {path}. Everything about it: oomguard show {path}")
 
 
-def show_plan(plan: Plan, sequences: int | None, console: "Console") -> None:
-    """Print everything that a plan says. `sequences` is the size of an epoch (default: as the spec's histogram)."""
-    show_sections(explain(plan, sequences), console)
-
-
 def explain(plan: Plan, sequences: int | None = None) -> list[Section]:
     """Everything that a plan says. `sequences` is the size of an epoch (default: as the spec's histogram)."""
     sections = [_result(plan), _why(plan), plan_tables.memory(plan), _evidence(plan), _time(plan, sequences)]

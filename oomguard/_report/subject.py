@@ -107,7 +107,7 @@ class Subject:
         The estimate is `total_bytes` and its terms, by arithmetic. The prediction is `peak_bytes`, `margin_bytes`,
         `safe_bytes` (their sum), `seconds_per_step`, `doubt` (the standard deviation of the logarithm of that time) and
         `tokens_per_second`; without records, times are rough guesses of which only the proportions are useful. `runs`
-        says whether the engine can run so many steps at once, `fits` whether it also stays within the budget.
+        says whether the engine can run the steps of a piece at once, `fits` whether it also stays within the budget.
         """
         spec = spec or self.spec
         estimate = estimate_batch(spec, candidates, self.target)

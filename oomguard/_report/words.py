@@ -57,7 +57,7 @@ def setting_words(candidate: Candidate) -> dict[str, str]:
 
 
 def candidate_words(candidate: Candidate) -> str:
-    """A candidate, with every knob that says something."""
+    """A candidate in words: its microbatch, its segments or window, and every setting that is not the default."""
     parts = [f"microbatch {candidate.microbatch:,} × {times(candidate.accumulation, 'pass', 'es')}"]
     if candidate.window is not None:
         parts.append(pieces_words(candidate))

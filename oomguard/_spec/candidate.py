@@ -64,7 +64,7 @@ class Knob(NamedTuple):
         return self.role.group != "loading" and self.field.name != "accumulation"
 
     def in_words(self, value: Any) -> str:
-        """A value as reports write it; empty if it goes without saying."""
+        """A value as reports write it; empty if it is not worth mentioning."""
         if self.role.words is not None:
             return self.role.words(value)
         if value is None or value == self.field.default:

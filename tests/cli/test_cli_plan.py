@@ -25,7 +25,7 @@ from oomguard._cli.app import run
 from oomguard._cli.flags import FIXED, SEARCH
 from oomguard._core.units import GIB, MIB
 from oomguard._plan.store import decode_plan
-from oomguard._report.plan import explain, show_plan
+from oomguard._report.plan import explain
 from oomguard._report.progress import Lines, progress_lines
 from oomguard._report.tables import Section, Table, printer, show_sections, show_table
 from oomguard._search.propose import Probe
@@ -339,7 +339,7 @@ def screen(plan: oomguard.Plan, width: int = 80, encoding: str = "utf-8") -> str
     """What is shown of a plan on a terminal of that width and encoding."""
     written = io.BytesIO()
     buffer = io.TextIOWrapper(written, encoding=encoding)
-    show_plan(plan, None, Console(file=buffer, width=width, highlight=False, markup=False))
+    show_sections(explain(plan), Console(file=buffer, width=width, highlight=False, markup=False))
     buffer.flush()
     return written.getvalue().decode(encoding)
 
