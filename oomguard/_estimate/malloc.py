@@ -45,11 +45,16 @@ LARGE_SEGMENT_BYTES = 20 << 20  # c10/cuda/CUDACachingAllocator.cpp, kLargeBuffe
 ROUND_LARGE_BYTES = 2 << 20  # c10/core/AllocatorConfig.h, kRoundLarge, torch 2.13
 
 
+def default_allocator(device: str) -> str:
+    """The allocator setting of a candidate that names none."""
+    return "tight" if device == "cpu" else "system"
+
+
 def heap_of(allocator: str | None, engine: str | None) -> str:
     """The heap of a process on the CPU, as the tables name it: `tight` unless the candidate names another."""
     if allocator == "fast":
         return "fast onednn" if engine == "onednn" else "fast native"
-    return "system" if allocator == "system" else "tight"
+    return "system" if allocator == "system" else default_allocator("cpu")
 
 
 def in_heap(block: Count, heap: str) -> Flag:

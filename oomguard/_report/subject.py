@@ -17,6 +17,7 @@ from oomguard._device.cpu import cpu_precisions
 from oomguard._device.find import find_budget, find_target
 from oomguard._estimate import cards
 from oomguard._estimate.breakdown import estimate_batch
+from oomguard._estimate.malloc import default_allocator
 from oomguard._estimate.moments import TERMS
 from oomguard._estimate.target import Target
 from oomguard._plan.store import load_plan
@@ -117,7 +118,7 @@ class Subject:
         if calibration.records:
             peak, margin = calibration.predict_memory(estimate)
         seconds, doubt = calibration.predict_time(estimate)
-        allocator = "system" if self.target.cuda else "tight"
+        allocator = default_allocator(self.target.device)
         columns = candidates.knobs | {
             "engine": estimate.engine,
             "allocator": np.where(is_none(candidates.allocator), allocator, candidates.allocator).astype(str),

@@ -12,6 +12,7 @@ import pandas as pd
 from oomguard._core.errors import MisuseError, check_choice, shown
 from oomguard._core.system import write_file
 from oomguard._core.units import format_bytes, format_seconds
+from oomguard._estimate.malloc import default_allocator
 from oomguard._estimate.moments import TERMS
 from oomguard._probe.record import Record
 from oomguard._report.curves import MAKERS, curves_of
@@ -59,7 +60,7 @@ def _with_measured(records: Sequence[Record], spec: Spec, table: pd.DataFrame) -
     rows = []
     for record in sorted(records, key=lambda record: record.started):
         if record.spec == spec:
-            allocator = record.candidate.allocator or ("tight" if record.device == "cpu" else "system")
+            allocator = record.candidate.allocator or default_allocator(record.device)
             own = msgspec.structs.asdict(record.candidate) | {"engine": record.engine or "", "allocator": allocator}
             values = (record.peak_bytes, record.seconds_per_step, record.tokens_per_second)
             figures = values if record.verdict.ran else (None, None, None)

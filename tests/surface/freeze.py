@@ -22,6 +22,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -242,7 +243,7 @@ def json_keys(session: Session) -> dict[str, Any]:
 
 
 def adopt(source: Path, copy: Path, *, limited: bool = True) -> Path:
-    """Copy a golden plan, ledger or run; in plans and records, put this processor's name in the place of CPU_NAME.
+    """Copy a golden plan, ledger or run; in plans and records, put in the name of this processor and this torch.
 
     Without `limited`, the plan does not say that the user asked for a budget, so that training does not enforce it:
     the process of the tests, or another build of PyTorch, may need more than that by itself.
@@ -251,6 +252,7 @@ def adopt(source: Path, copy: Path, *, limited: bool = True) -> Path:
         return Path(shutil.copytree(source, copy))
     name = run("devices --json").document["devices"][0]["name"]
     text = source.read_text().replace(json.dumps(CPU_NAME), json.dumps(name))
+    text = re.sub(r'("torch": ?)"[^"]+"', rf'\1"{metadata.version("torch")}"', text)
     copy.write_text(text if limited else re.sub(r'("asked_budget_bytes": )\d+', r"\1null", text))
     return copy
 
