@@ -7,7 +7,7 @@ import msgspec
 
 from oomguard._core.units import format_bytes, format_seconds
 from oomguard._device.cuda import Cuda
-from oomguard._estimate.breakdown import Estimate
+from oomguard._estimate.breakdown import KNOWN, Estimate
 from oomguard._probe.record import Record
 from oomguard._report.tables import Table, printer, show_table
 from oomguard._report.words import candidate_words, peak_words, sentence, spec_words, times
@@ -35,7 +35,6 @@ WORDS = {
 """The meaning of each term, for wide terminals."""
 WIDE, BAR_WIDTH = 120, 30
 """The terminal width from which on terms are explained, and the width of the longest bar, in characters."""
-MEASURED = ("runtime", "weights", "optimizer", "input")  # a probe measures these one by one, and the sum of the others
 
 
 def to_json(estimate: Estimate) -> dict[str, Any]:
@@ -149,9 +148,9 @@ def show_record(record: Record, estimate: Estimate, console: "Console") -> None:
 def _comparison(record: Record, estimate: Estimate) -> Table:
     """Estimated and measured terms, with the error of the estimate, then the limits."""
     measured = record.terms or {}
-    rest = sum(int(size) for name, size in estimate.terms.items() if name not in MEASURED)  # a probe has no loader
+    rest = sum(int(size) for name, size in estimate.terms.items() if name not in KNOWN)  # a probe has no loader
     rows = [
-        *(_pair(name, int(estimate.terms[name]), measured.get(name)) for name in MEASURED),
+        *(_pair(name, int(estimate.terms[name]), measured.get(name)) for name in KNOWN),
         _pair("the rest", rest, measured["rest"] + measured["gradients"] if measured else None),
     ]
     limits = [("budget", record.budget_bytes), ("committed", record.committed_bytes)]

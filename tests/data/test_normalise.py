@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from oomguard._data.open import open_data
 from oomguard._data.options import DataOptions
-from oomguard._data.rows import Moments, Normaliser, Source
+from oomguard._data.rows import Normaliser, RunningStatistics, Source
 from oomguard._data.source import Array
 
 
@@ -87,7 +87,7 @@ def test_a_source_describes_its_normaliser_in_plain_values() -> None:
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=10), st.floats(-1e8, 1e8))
 def test_blocks_of_any_size_give_what_the_whole_gives(sizes: list[int], offset: float) -> None:
     whole: Any = np.random.default_rng(1).normal(size=(sum(sizes), 2)) + offset
-    moments = Moments()
+    moments = RunningStatistics()
     for block in np.split(whole, np.cumsum(sizes)[:-1]):
         moments.add(block)
     np.testing.assert_allclose(moments.mean, whole.mean(axis=0), rtol=1e-12, atol=1e-12)
