@@ -357,8 +357,8 @@ def _read(
 
 def _spec_for(spec: Spec | None, data: Any, fields: dict[str, Any]) -> Spec:
     """The given spec, or the spec of the fields, with the sequence lengths of the data."""
-    from oomguard._data.open import CUTTING, spec_from_data
-    from oomguard._data.options import DataOptions
+    from oomguard._data.open import spec_from_data
+    from oomguard._data.options import CUTTING, DataOptions
 
     options = DataOptions(**{name: value for name, value in fields.items() if name in CUTTING})
     own = {name: value for name, value in fields.items() if name not in CUTTING}

@@ -15,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from oomguard._core.errors import REQUIRED, fields_of
 from oomguard._core.errors import flag as flag_word
-from oomguard._data.options import DataOptions
+from oomguard._data.options import CUTTING, DataOptions
 from oomguard._spec.candidate import KNOBS, Candidate
 from oomguard._spec.read import PRESETS
 from oomguard._spec.spec import Spec
@@ -111,10 +111,9 @@ DATA = [
     Flag("data", "FILE", "Training data: .npy, .csv, .parquet or text."),
     *flags_of(DataOptions, ["limit", "inputs_only"]),
 ]
-_UNCUT = ("validation", "split", "normalise", "workers", "seed")
 CUT = [
     Flag("data", "FILE", "Training data; the plan is for its sequence lengths."),
-    *(flag for flag in DATA[1:] if flag.name not in _UNCUT),
+    *(flag for flag in DATA[1:] if flag.name in CUTTING),
 ]
 """Data options that decide which sequences there are."""
 READ = [Flag("data", "FILE", "Data in the form of the training data."), *DATA[1:]]

@@ -14,6 +14,11 @@ from oomguard._spec.spec import MAX_SEQ, Spec
 
 Format = Literal["npy", "csv", "parquet", "text"]
 Nan = Literal["error", "drop", "zero"]
+CUTTING = (
+    *("format", "columns", "target", "ahead", "id", "targets", "stride", "nan"),
+    *("characters", "vocabulary", "truncate", "limit", "cache"),
+)
+"""Options of data that decide which sequences it has."""
 
 
 class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

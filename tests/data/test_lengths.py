@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from oomguard._cli.flags import CUT
 from oomguard._core.errors import MisuseError
-from oomguard._data.open import CUTTING, MAX_LENGTHS, histogram, open_source, read_lengths, spec_from_data
-from oomguard._data.options import DataOptions
+from oomguard._data.open import MAX_LENGTHS, histogram, open_source, read_lengths, spec_from_data
+from oomguard._data.options import CUTTING, DataOptions
 from oomguard._spec.spec import Spec
 
 
