@@ -133,7 +133,7 @@ def test_training_goes_on_in_the_middle_of_an_epoch(workers: int, done: int) -> 
     made = loader(seed=3)
     expected = [list(batch.microbatches()) for batch in made.batches(Position(epoch=1))]
     rest = flat(replace(made, workers=workers), Position(epoch=1, done=done))
-    assert all_same(rest, [sequence for batch in expected[done:] for sequence in batch])
+    assert all_same(rest, [microbatch for batch in expected[done:] for microbatch in batch])
 
 
 def test_what_was_done_is_not_read_again() -> None:
@@ -211,15 +211,15 @@ def test_workers_end_with_the_epoch_and_when_it_is_left(tmp_path: Path) -> None:
 def test_what_a_killed_worker_had_to_do_is_done_here() -> None:
     before = {child.pid for child in children()}
     made = loader(workers=1, buckets={8: 1}, prefetch=1)
-    messages = []
+    received = []
     for batch in made.batches():
         for microbatch in batch.microbatches():
-            messages.append(microbatch)
-            if len(messages) == 8:  # in the middle of a batch
+            received.append(microbatch)
+            if len(received) == 8:  # in the middle of a batch
                 [worker] = (child for child in children() if child.pid not in before)
                 worker.kill()
     assert batch.lost is not None
-    assert all(same(*pair) for pair in zip(messages, flat(replace(made, workers=0)), strict=True))
+    assert all(same(*pair) for pair in zip(received, flat(replace(made, workers=0)), strict=True))
 
 
 def test_a_worker_that_dies_disturbs_nobody_who_does_not_wait_for_it() -> None:
