@@ -21,7 +21,7 @@ from oomguard._search.space import Problem
 from oomguard._spec.candidate import Candidate, make_candidate
 from oomguard._spec.spec import Spec
 
-ENOUGH = 0.98  # share of the largest speed or size that is as good as all of it
+ENOUGH = 0.98  # a speed or size of at least this share of the largest counts as equal to it
 FRONT_POINTS = 8  # sequence lengths of a front, at most
 SMALLER, LEAST_BYTES = 0.75, 4 * MIB
 """Growth of a fallback over the runtime, as a share of that of the fallback before it; and the least difference."""
@@ -99,7 +99,7 @@ def best(problem: Problem, records: Sequence[Record]) -> tuple[CandidateTable, i
     if row is None:
         return table, None
     sizes = sizes_of(table, aim)
-    # of what is as large to within 2 %, something that ran; of that the largest, then the fastest
+    # among rows within 2 % of the largest: those that ran, then the largest, then the fastest
     near = table.eligible & (sizes >= ENOUGH * sizes[row])
     ran = near & (table.longest == table.longest[near].max())
     return table, int(np.lexsort((table.expected.seconds_per_step, -sizes, ~ran))[0])
@@ -192,11 +192,7 @@ def _by_length(problem: Problem, records: Sequence[Record], chosen: Candidate, *
 
 
 def differing(candidate: Candidate, other: Candidate, knobs: tuple[str, ...]) -> list[str]:
-    """The knobs in which two candidates differ.
-
-    >>> differing(Candidate(microbatch=8), Candidate(microbatch=8, threads=2), BUCKETS_KEEP)
-    ['threads']
-    """
+    """The knobs in which two candidates differ."""
     return [name for name in knobs if getattr(candidate, name) != getattr(other, name)]
 
 

@@ -38,7 +38,7 @@ def test_a_fixed_allocator_of_version_0_1_has_its_present_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("asked", "message"),
     [
         ({"devices": ()}, "--device takes one device, or several that are here"),
         ({"devices": ("t4", "t4")}, "--device takes one device, or several that are here, but got 't4,t4'"),
@@ -68,10 +68,10 @@ def test_a_fixed_allocator_of_version_0_1_has_its_present_name() -> None:
     ],
     ids=str,
 )
-def test_a_question_that_cannot_be_answered_is_refused(asked: dict[str, Any], told: str) -> None:
+def test_a_question_that_cannot_be_answered_is_refused(asked: dict[str, Any], message: str) -> None:
     error = attempt(lambda: Question(spec=GRU, **asked) and None)
     assert has_three_beats(error)
-    assert told in str(error)
+    assert message in str(error)
 
 
 @pytest.mark.parametrize("budget", [0, -1, 1.5, True, 1 << 61])
@@ -170,7 +170,7 @@ def test_of_a_larger_budget_than_is_free_only_that_is_taken_and_both_are_told(ri
     rig.free_bytes = 420 * MIB
     plan = oomguard.find_feasible_config(GRU, budget=64 * GIB, **FIXED)
     assert (plan.budget_bytes, plan.asked_budget_bytes) == (420 * MIB, 64 * GIB)
-    assert all(one.budget_bytes <= 420 * MIB for one in plan.records)
+    assert all(record.budget_bytes <= 420 * MIB for record in plan.records)
 
 
 def test_of_a_larger_budget_than_a_card_has_only_that_is_taken() -> None:
@@ -204,10 +204,15 @@ print(before, usable_bytes(Runner("cpu").free()))
 
 def test_a_plan_says_where_it_was_made(rig: Rig) -> None:
     plan = oomguard.find_feasible_config(GRU, **FIXED)
-    found = plan.environment
-    assert (found.oomguard, found.title, found.device, found.cores) == (oomguard.__version__, TITLE, "cpu", 2)
-    assert found.library == "formulas 1.0"
-    assert found.limits
+    environment = plan.environment
+    assert (environment.oomguard, environment.title, environment.device, environment.cores) == (
+        oomguard.__version__,
+        TITLE,
+        "cpu",
+        2,
+    )
+    assert environment.library == "formulas 1.0"
+    assert environment.limits
     assert plan.fixed == FIXED
     assert plan.exports["MALLOC_MMAP_THRESHOLD_"]
 
@@ -238,7 +243,7 @@ def test_another_budget_is_another_search_in_the_same_ledger_but_its_records_cou
     asked = {"spec": GRU, "ledger": str(tmp_path), "max_probes": 3, **FIXED}
     first = oomguard.find_feasible_config(**asked, budget=500 * MIB)
     second = oomguard.find_feasible_config(**asked, budget=400 * MIB)
-    assert all(one in second.records for one in first.records)
+    assert all(record in second.records for record in first.records)
     assert second.peak_bytes <= 400 * MIB
 
 
