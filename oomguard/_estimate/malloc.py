@@ -7,10 +7,6 @@ On CUDA, a tensor gets a *block*, cut from a *segment* that came from cudaMalloc
 card shows the *reserved* bytes (all segments), while `torch.cuda.max_memory_allocated` shows the blocks in use.
 """
 
-from typing import Any
-
-import numpy as np
-
 from oomguard._estimate.call import Count, Flag, round_up
 
 THRESHOLD_BYTES = {"tight": 65_536, "fast native": 4 << 20, "fast onednn": 32 << 20, "system": 32 << 20, "cuda": 0}
@@ -60,14 +56,6 @@ def heap_of(allocator: str | None, engine: str | None) -> str:
 def in_heap(block: Count, heap: str) -> Flag:
     """Whether a block of this size lives in the heap."""
     return block < THRESHOLD_BYTES[heap]
-
-
-def in_heap_of(block: Any, allocators: Any, engines: Any) -> Any:
-    """Whether a block lives in the heap on the CPU, for columns of allocators (None: the default) and engines."""
-    names, engines = np.asarray(allocators, dtype=object), np.asarray(engines)
-    fast = np.where(engines == "onednn", THRESHOLD_BYTES["fast onednn"], THRESHOLD_BYTES["fast native"])
-    others = np.where(names == "system", THRESHOLD_BYTES["system"], THRESHOLD_BYTES["tight"])
-    return np.asarray(block) < np.where(names == "fast", fast, others)
 
 
 def mapped_bytes(block: Count) -> Count:

@@ -20,7 +20,7 @@ from oomguard._estimate.breakdown import estimate_batch
 from oomguard._estimate.malloc import default_allocator
 from oomguard._estimate.moments import TERMS
 from oomguard._estimate.target import Target
-from oomguard._plan.front import pareto_front
+from oomguard._plan.make import pareto_front
 from oomguard._plan.store import load_plan
 from oomguard._plan.value import Plan
 from oomguard._predict.calibration import Calibration

@@ -1,13 +1,12 @@
 """The caching allocator's rounding, splitting and reserving. Whole training steps are in test_cudnn.py."""
 
-import numpy as np
 import pytest
 from estimate.cuda_allocator import SMALL_BYTES, Cache, Event, replay, segment_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 
 from oomguard._estimate.call import round_up
-from oomguard._estimate.malloc import block_bytes, heap_of, in_heap_of
+from oomguard._estimate.malloc import block_bytes, heap_of, in_heap
 
 MIB = 1 << 20
 
@@ -37,9 +36,8 @@ def test_the_heap_is_tight_unless_the_allocator_names_another(allocator: str | N
 
 
 def test_a_block_of_8_mib_is_in_the_heap_only_where_onednn_keeps_such_blocks() -> None:
-    allocators = np.array(["tight", "fast", "fast", None])
-    engines = ["onednn", "native", "onednn", ""]
-    assert in_heap_of(8 * MIB, allocators, engines).tolist() == [False, False, True, False]
+    heaps = [heap_of("tight", "onednn"), heap_of("fast", "native"), heap_of("fast", "onednn"), heap_of(None, None)]
+    assert [in_heap(8 * MIB, heap) for heap in heaps] == [False, False, True, False]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from oomguard._cli.flags import CURVES
 from oomguard._core.errors import MisuseError
 from oomguard._core.units import GIB, format_seconds
 from oomguard._estimate.breakdown import estimate_step
-from oomguard._plan.front import pareto_front
+from oomguard._plan.make import pareto_front
 from oomguard._report.curve import Curve, Mark, Series
 from oomguard._report.curves import MAKERS, curves_of, front, longest_steps, predict_ways, region, rounded_down
 from oomguard._report.curves_memory import (

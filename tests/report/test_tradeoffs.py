@@ -15,7 +15,7 @@ import oomguard
 from oomguard._core.errors import MisuseError
 from oomguard._core.units import GIB
 from oomguard._estimate.moments import TERMS
-from oomguard._plan.front import pareto_front
+from oomguard._plan.make import pareto_front
 from oomguard._probe.record import RECORDS, Ledger, Record
 from oomguard._probe.verdict import Verdict
 from oomguard._report.subject import front_of
