@@ -99,11 +99,7 @@ def storage_in(directory: Path) -> str:
 
 
 def _masked(text: str) -> str:
-    """The text without the passwords of its URLs: messages end in logs.
-
-    >>> _masked("mysql://me:secret@db/study cannot be opened"), _masked("mysql://db/study?password=secret&x=1")
-    ('mysql://me:***@db/study cannot be opened', 'mysql://db/study?password=***&x=1')
-    """
+    """The text without the passwords of its URLs: messages end in logs."""
     text = re.sub(r"(://[^:/@\s]*:)\S+@", r"\1***@", text)
     return re.sub(r"(?i)(passw(?:or)?d=)[^&\s)]+", r"\1***", text)
 
