@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from oomguard._api import curves, estimate, find_feasible_config, guard, predict, probe, sampler, tradeoffs, train
     from oomguard._core.errors import GuardError, MisuseError, OomguardError
     from oomguard._estimate.breakdown import Estimate
+    from oomguard._guard.stepper import stepper
     from oomguard._plan.store import load_plan, save_plan
     from oomguard._plan.value import NothingFitsError, Plan
     from oomguard._probe.record import Ledger, Record
@@ -52,6 +53,7 @@ __all__ = [
     "sampler",
     "save_page",
     "save_plan",
+    "stepper",
     "tradeoffs",
     "train",
 ]
@@ -60,6 +62,7 @@ _MODULES = {
     "_api": "curves estimate find_feasible_config guard predict probe sampler tradeoffs train",
     "_core.errors": "GuardError MisuseError OomguardError",
     "_estimate.breakdown": "Estimate",
+    "_guard.stepper": "stepper",
     "_plan.store": "load_plan save_plan",
     "_plan.value": "NothingFitsError Plan",
     "_probe.record": "Ledger Record",

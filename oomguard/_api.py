@@ -236,25 +236,31 @@ def curves(
     return curves_of(find_subject(about, over=over, device=device, budget=budget, measured=measured, **fields))
 
 
-def guard(plan: "Plan", *, device: str | None = None, events: str | None = None) -> "Guard":
+def guard(
+    plan: "Plan | None" = None,
+    *,
+    budget: int | str | None = None,
+    microbatch: int | None = None,
+    device: str | None = None,
+    events: str | None = None,
+) -> "Guard":
     """Keep your own training loop within memory: `with oomguard.guard(plan) as guard`. `Guard` has an example.
 
-    `device` is that of the plan unless it is given. `events` is a file to which every change is appended as JSON.
+    Without a plan, `budget` is bytes or text such as "6GiB" (default: the free memory). Then a step starts with the
+    whole batch, or with `microbatch` sequences in a pass, and every fallback halves them. `device` is that of the plan,
+    or `cpu`, unless it is given. `events` is a file to which every change is appended as JSON.
 
     >>> plan = find_feasible_config(cell="gru", seq=8, hidden=8, batch=4, device="t4")
     >>> with guard(plan, device="cpu") as kept:
     ...     kept.rung, kept.rows
     (0, 4)
+    >>> with guard(budget="6GiB", microbatch=12) as kept:
+    ...     [rung.candidate.microbatch for rung in kept.ladder]
+    [12, 6, 3, 2, 1]
     """
-    from oomguard._device.find import open_device
-    from oomguard._guard import Guard
-    from oomguard._guard.events import Events
+    from oomguard._guard import make_guard
 
-    return Guard(
-        plan,
-        device=open_device(plan.where.device if device is None else device),
-        events=None if events is None else Events(events),
-    )
+    return make_guard(plan, budget, microbatch, device, events)
 
 
 def train(

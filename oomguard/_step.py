@@ -1,6 +1,6 @@
 """One optimizer update: the same code in probes and in training."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -132,17 +132,17 @@ def no_gradient_left(training: Training) -> Iterator[None]:
 
 def update(training: Training, loss: Tensor, clip: float | None = None, run: Run | None = None) -> Outcome:
     """Clip the gradient of the whole batch, and update the weights unless fp16 overflowed."""
-    optimizer: Optimizer | _Replaced = training.optimizer
+    optimizer: Optimizer | Replaced = training.optimizer
     step = partial(offloaded_step, training.optimizer) if training.candidate.offload else training.optimizer.step
     if run is not None:
-        optimizer = _Replaced(training.optimizer, partial(run, training.optimizer, step))
+        optimizer = Replaced(training.optimizer, partial(run, training.optimizer, step))
     elif training.candidate.offload:
-        optimizer = _Replaced(training.optimizer, step)
+        optimizer = Replaced(training.optimizer, step)
     scaler, norm = training.scaler, None
     if scaler is not None:
         scaler.unscale_(optimizer)  # type: ignore[arg-type]
     if clip is not None:
-        norm = _clip(trainable(training.model), clip)
+        norm = clip_gradients(trainable(training.model), clip)
     if scaler is None:
         optimizer.step()
         return Outcome(loss=loss, norm=norm)
@@ -152,7 +152,7 @@ def update(training: Training, loss: Tensor, clip: float | None = None, run: Run
     return Outcome(loss=loss, skipped=scaler.get_scale() < before, norm=norm)
 
 
-def _clip(parameters: list[nn.Parameter], most: float) -> Tensor:
+def clip_gradients(parameters: Sequence[Tensor], most: float) -> Tensor:
     """Scale all gradients, sparse ones too, to a joint norm of at most `most`; return the norm before."""
     gradients = []
     for p in parameters:
@@ -165,7 +165,7 @@ def _clip(parameters: list[nn.Parameter], most: float) -> Tensor:
     return norm
 
 
-class _Replaced:
+class Replaced:
     """An optimizer whose step is replaced by a function."""
 
     def __init__(self, optimizer: Optimizer, step: Callable[[], object]) -> None:

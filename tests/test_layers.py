@@ -8,7 +8,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "oomguard"
 ORDER = [
-    *("_core", "_spec", "_estimate", "_device", "_rnn", "_step", "_probe", "_predict", "_search", "_plan"),
+    *("_core", "_spec", "_estimate", "_device", "_batch", "_rnn", "_step", "_probe", "_predict", "_search", "_plan"),
     *("_data", "_guard", "_train", "_report", "_api", "_cli"),
 ]
 """Packages and modules of oomguard in import order; inside a package, modules may import one another."""

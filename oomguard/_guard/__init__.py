@@ -4,27 +4,32 @@ Here are the guard and its attempts. `ladder.py` has the rungs and detects memor
 `update.py` completes an update that ran out of memory halfway, `events.py` writes down every change.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar
 
+import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from oomguard._core.errors import GuardError, MisuseError
-from oomguard._core.units import format_bytes
+from oomguard._batch import Rows
+from oomguard._core.errors import GuardError, MisuseError, check_whole, conflict
+from oomguard._core.units import format_bytes, read_budget
 from oomguard._device.find import Device, open_device
 from oomguard._guard.events import Events
-from oomguard._guard.ladder import LadderPosition, LadderRung, Pressure, Watch, make_ladder
+from oomguard._guard.ladder import LadderPosition, LadderRung, Pressure, Watch, make_halvings, make_ladder
 from oomguard._guard.update import Updates
 from oomguard._plan.value import Plan
 from oomguard._probe.verdict import Verdict, judge
 from oomguard._spec.candidate import Candidate
+from oomguard._spec.spec import MAX_BATCH
 
 DONE, OOM, FAILED = 0, 1, 2  # outcome of an attempt; among several processes the largest counts
 Agree = Callable[[Sequence[int]], list[int]]  # the largest of each number over all processes
-Key = TypeVar("Key", bound=Hashable)
+Batch = TypeVar("Batch")
 
 
 class Guard:
@@ -60,22 +65,27 @@ class Guard:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: Plan | None = None,
         *,
+        budget_bytes: int | None = None,
+        microbatch: int | None = None,
         device: Device | None = None,
         events: Events | None = None,
         position: LadderPosition | None = None,
         agree: Agree = list,
     ) -> None:
-        self.plan, self.events, self.agree = plan, events, agree
-        self.device = device or open_device(plan.where.device)
+        self.plan, self.microbatch, self.events, self.agree = plan, microbatch, events, agree
+        self.device = device or open_device("cpu" if plan is None else plan.where.device)
         self.position = position or LadderPosition()
-        self.ladder = make_ladder(plan)
+        self.ladder = make_halvings(microbatch or 1) if plan is None else make_ladder(plan)
         self.steps = 0  # steps completed
-        limit_bytes = None if plan.asked_budget_bytes is None else plan.budget_bytes
-        self.watch = Watch(device=self.device, limit_bytes=limit_bytes)
+        if plan is not None:
+            budget_bytes = None if plan.asked_budget_bytes is None else plan.budget_bytes
+        self.watch = Watch(device=self.device, limit_bytes=budget_bytes)
         self.updates = Updates(self.device.release)
         self._reported_at_bottom = False
+        self._reported_steps = 0  # the longest sequences that were reported as longer than the plan's
+        self._peaks_bytes: dict[int, int] = {}  # without a plan: peaks that were too high, by microbatch
 
     @property
     def rung(self) -> int:
@@ -101,26 +111,57 @@ class Guard:
         segments = self.ladder[0].candidate.segments
         return max(1, self.candidate.microbatch * segments // self.candidate.segments)
 
-    @overload
-    def split(self, batch: Tensor, dim: int = 0) -> Iterator[Tensor]: ...
-    @overload
-    def split(self, batch: Mapping[Key, Tensor], dim: int = 0) -> Iterator[dict[Key, Tensor]]: ...
-    @overload
-    def split(self, batch: Sequence[Tensor], dim: int = 0) -> Iterator[tuple[Tensor, ...]]: ...
-    def split(self, batch: Tensor | Mapping[Any, Tensor] | Sequence[Tensor], dim: int = 0) -> Iterator[Any]:
-        """Pieces of at most `rows` sequences along a dimension, of a tensor or a tuple, list or dict of tensors."""
-        if isinstance(batch, Tensor):
-            yield from torch.split(batch, self.rows, dim)
-        elif isinstance(batch, Mapping):
-            for piece in self.split([*batch.values()], dim):
-                yield dict(zip(batch, piece, strict=True))
-        else:
-            yield from zip(*(torch.split(part, self.rows, dim) for part in batch), strict=True)
+    def split(self, batch: Batch, dim: object = 0, steps: int | None = None) -> Iterator[Batch]:
+        """Pieces of a batch, of the same form: a tensor, or tuples, lists, dicts or dataclasses of tensors, nested.
+
+        Tensors are cut along `dim`: a number for all, a structure like the batch, or a function of path and tensor;
+        None keeps a part whole. Lists are cut by item and packed sequences by sequence; numbers, text and None are kept
+        whole. A DataLoader's list of unlike tensors is cut like a tuple. If sequences are longer than the plan's, the
+        pieces have fewer rows. Their length is `steps`, or else the largest first dimension beside the rows.
+
+        Python's and NumPy's random numbers repeat in every piece, so that all pieces take the same decisions.
+        """
+        return (piece for piece, _ in self.pieces(batch, dim, steps))
+
+    def pieces(self, batch: Batch, dim: object = 0, steps: int | None = None) -> Iterator[tuple[Batch, float]]:
+        """The pieces of `split`, each with its share of the rows: the weight of a loss that is a mean over rows."""
+        rows, states = Rows(batch, dim), HostRandom.now()
+        size = self._piece_rows(rows.count, steps or rows.steps)
+        for start in range(0, rows.count, size):
+            states.restore()
+            yield rows.take(slice(start, start + size)), min(size, rows.count - start) / rows.count
+
+    def _piece_rows(self, rows: int, steps: int) -> int:
+        """Rows of a piece of a batch with so many rows and time steps."""
+        if self.plan is None:
+            self._lengthen(rows)
+            return self.rows
+        longer = steps / self.plan.spec.steps
+        if longer <= 1:
+            return self.rows
+        # by the plan's own figures: what a step needs beside the runtime grows at least as rows times time steps
+        runtime_bytes, margin_bytes = self.plan.estimate.terms.get("runtime", 0), self.plan.expected.margin_bytes
+        growth_bytes = longer * max(1, self.plan.peak_bytes - runtime_bytes)
+        share = min(1.0, (self.watch.available_bytes() - runtime_bytes - margin_bytes) / growth_bytes)
+        size = max(1, int(share * self.rows))
+        if size < self.rows and steps > self._reported_steps:
+            self._reported_steps = steps
+            reason = f"Sequences have {steps:,} steps, the plan's {self.plan.spec.steps:,}: pieces have {size:,} rows."
+            self.tell("longer", reason, rows=size, steps=steps)
+        return size
+
+    def _lengthen(self, rows: int) -> None:
+        """Without a plan and a microbatch, let the ladder begin with the largest batch so far."""
+        if self.microbatch is None and rows > self.ladder[0].candidate.microbatch:
+            last, self.ladder = self.rows, make_halvings(rows)
+            if self.rung:  # memory was short before: pieces must not grow
+                rung = next(n for n, step in enumerate(self.ladder) if step.candidate.microbatch <= last)
+                self.position = msgspec.structs.replace(self.position, rung=rung)
 
     def attempts(self, optimizer: Optimizer | None = None) -> Iterator["Attempt"]:
         """Attempts at one step until one succeeds: `for attempt in guard.attempts(optimizer): with attempt: ...`."""
         device, repeated = torch.device(self.device.name), False
-        states = rng_states(device)
+        states, host_states = rng_states(device), HostRandom.now()
         while True:
             attempt = Attempt(self)
             yield attempt
@@ -139,6 +180,7 @@ class Guard:
                 optimizer.zero_grad(set_to_none=True)
             self.device.release()
             set_rng_states(device, states)
+            host_states.restore()
             reason = attempt.message or "Another process of this training ran out of memory."
             if self.rung + 1 == len(self.ladder) and not repeated:
                 repeated = True  # there is no smaller candidate, but the released memory may suffice
@@ -157,8 +199,9 @@ class Guard:
         memory, last = self._memory(), self.candidate
         if self.rung + 1 >= len(self.ladder):
             self.tell("bottom", reason, **figures, **memory)
+            name = "The last rung" if self.plan is None else "The last rung of the plan"
             raise GuardError(
-                rule=f"The last rung of the plan (microbatch {last.microbatch}, {last.segments} segments) must fit",
+                rule=f"{name} (microbatch {last.microbatch}, {last.segments} segments) must fit",
                 got=f"memory ran out with {format_bytes(memory['now_bytes'])} in use and a limit of "
                 f"{format_bytes(memory['free_bytes'])} ({reason})",
                 advice="Free memory and continue with --resume, or make a plan for a smaller budget.",
@@ -175,8 +218,9 @@ class Guard:
         """Whether enough steps were quiet and the rung above would fit by its expected peak and margin."""
         if not self.position.after_step().may_climb:
             return False
-        above = self.ladder[self.rung - 1].expected
-        return above.peak_bytes + above.margin_bytes <= self.watch.available_bytes()
+        above = self.ladder[self.rung - 1]
+        measured_bytes = self._peaks_bytes.get(above.candidate.microbatch, 0)
+        return max(above.expected.safe_bytes, measured_bytes) <= self.watch.available_bytes()
 
     def _finish_step(self, pressure: Pressure | None, *, tight: bool, climb: bool) -> None:
         """Count a successful step and choose the rung of the next one."""
@@ -184,6 +228,8 @@ class Guard:
         self.position = self.position.after_step()
         if tight:
             pressure = pressure or Pressure("Memory is tight in another process of this training.", {})
+            if self.plan is None:
+                self._peaks_bytes[self.candidate.microbatch] = self.watch.last_peak_bytes
             if self.rung + 1 < len(self.ladder):
                 self.fall("tight", pressure.reason, **pressure.figures)
                 self.device.release()
@@ -194,7 +240,7 @@ class Guard:
         elif climb:
             quiet = self.position.quiet
             self.position, self._reported_at_bottom = self.position.up(), False
-            self.device.enforce(self.watch.available_bytes())  # more may be free than at the start
+            self._enforce()  # more may be free than at the start
             self.tell("climb", f"{quiet} steps were quiet.", **self._rung_figures())
 
     def _rung_figures(self) -> dict[str, int]:
@@ -202,16 +248,24 @@ class Guard:
         return {"rung": self.rung, "microbatch": candidate.microbatch, "segments": candidate.segments}
 
     def _memory(self) -> dict[str, int]:
-        return {
-            "now_bytes": self.device.reading().now_bytes,
-            "free_bytes": self.device.budget().limit_bytes,
-            "budget_bytes": self.plan.budget_bytes,
-        }
+        free_bytes = self.device.budget().limit_bytes
+        budget_bytes = self.watch.limit_bytes or free_bytes if self.plan is None else self.plan.budget_bytes
+        now_bytes = self.device.reading().now_bytes
+        return {"now_bytes": now_bytes, "free_bytes": free_bytes, "budget_bytes": budget_bytes}
+
+    def _enforce(self) -> None:
+        """Let allocations beyond the limit fail, as errors that can be caught, before other processes suffer."""
+        limit_bytes, reading = self.watch.available_bytes(), self.device.reading()
+        committed_bytes = None
+        if self.plan is None and reading.committed_bytes is not None:
+            # nothing tells how large the first step will be, so on the CPU bytes count as soon as they are asked for
+            committed_bytes = reading.committed_bytes + max(0, limit_bytes - reading.now_bytes)
+        self.device.enforce(limit_bytes, committed_bytes)
 
     def __enter__(self) -> "Guard":
-        self.device.settle(self.candidate)
-        # allocations beyond the limit fail here, as errors that can be caught, before other processes suffer
-        self.device.enforce(self.watch.available_bytes())
+        if self.plan is not None:
+            self.device.settle(self.candidate)
+        self._enforce()
         self.watch.start()
         return self
 
@@ -251,6 +305,21 @@ def another_process_failed(kind: type[GuardError] = GuardError) -> GuardError:
     )
 
 
+class HostRandom(NamedTuple):
+    """The states of Python's and NumPy's global random numbers."""
+
+    python: tuple[Any, ...]
+    numpy: dict[str, Any]
+
+    @classmethod
+    def now(cls) -> "HostRandom":
+        return cls(random.getstate(), np.random.get_state(legacy=False))
+
+    def restore(self) -> None:
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+
+
 def rng_states(device: torch.device) -> dict[str, Tensor]:
     """The states of the random number generators that a step uses: `cpu` and, on a card, `cuda`."""
     states = {"cpu": torch.get_rng_state()}
@@ -262,3 +331,19 @@ def set_rng_states(device: torch.device, states: Mapping[str, Tensor]) -> None:
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def make_guard(
+    plan: Plan | None, budget: int | str | None, microbatch: int | None, device: str | None, events: str | None
+) -> Guard:
+    """Make the guard of a plan or, without one, of a budget on a device."""
+    if plan is not None and (budget is not None or microbatch is not None):
+        raise conflict("A plan has its own budget and microbatch", "a plan", "budget or microbatch")
+    check_whole("microbatch", microbatch, 1, MAX_BATCH)
+    return Guard(
+        plan,
+        budget_bytes=read_budget(budget),
+        microbatch=microbatch,
+        device=None if device is None else open_device(device),
+        events=None if events is None else Events(events),
+    )

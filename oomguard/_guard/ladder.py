@@ -86,6 +86,13 @@ def make_ladder(plan: Plan) -> tuple[LadderRung, ...]:
     return tuple(ladder)
 
 
+def make_halvings(rows: int) -> tuple[LadderRung, ...]:
+    """The rungs without a plan: so many rows in a pass, then half of them again and again, down to one."""
+    unknown = Prediction(peak_bytes=0, margin_bytes=0, seconds_per_step=None)
+    sizes = [-(-rows >> n) for n in range((rows - 1).bit_length() + 1)]
+    return tuple(LadderRung(candidate=Candidate(microbatch=n), expected=unknown, buckets=()) for n in sizes)
+
+
 def _shrink(plan: Plan, bucket: Bucket, share: float) -> Candidate:
     """The bucket's candidate on a rung whose growth over the runtime is this share of the plan's.
 
@@ -120,6 +127,7 @@ class Watch:
     device: Device
     limit_bytes: int | None = None  # the user's own budget; None: only the device's limits count
     peak_bytes: int = 0  # the largest peak so far
+    last_peak_bytes: int = 0  # the largest between the last two checks
     _checked_at: float = -math.inf
     _swapped_bytes: int = 0  # how much of this process was swapped out when it last counted
     _others_bytes: int | None = None  # memory of the card that others held at the last report, or less since
@@ -142,6 +150,7 @@ class Watch:
             return None
         self._checked_at = now
         reading = self.device.reading()
+        self.last_peak_bytes = reading.peak_bytes
         self.peak_bytes = max(self.peak_bytes, reading.peak_bytes)
         self.device.reset()
         return self._judge(reading)

@@ -52,7 +52,7 @@ class Updates:
         """The parameters still to be updated, with their gradients. All gradients are detached from the parameters."""
         changes = _changes(optimizer, before)
         remaining: list[tuple[Tensor, Tensor | None]] = []
-        for parameter in _with_gradient(optimizer):
+        for parameter in with_gradient(optimizer):
             changed, old = changes[parameter], before[parameter]
             if not any(changed.get(name) for name in old):
                 if len(old) == 1:  # no state before: the failed update may have made half of it
@@ -60,7 +60,7 @@ class Updates:
                 remaining.append((parameter, parameter.grad))
             elif changed != self._complete.get(parameter):
                 raise _torn(message or "")
-        for parameter in _with_gradient(optimizer):
+        for parameter in with_gradient(optimizer):
             parameter.grad = None
         return remaining
 
@@ -99,7 +99,7 @@ def _oom_message(run: Callable[[], object]) -> str | None:
 
 def _rehearse(optimizer: Optimizer) -> None:
     """Allocate and free what the update will need: for all parameters at once, or for the largest."""
-    dense = [p for p in _with_gradient(optimizer) if p.grad is not None and not p.grad.is_sparse]
+    dense = [p for p in with_gradient(optimizer) if p.grad is not None and not p.grad.is_sparse]
     group = optimizer.param_groups[0]
     if group.get("fused") or not dense:
         return
@@ -108,14 +108,14 @@ def _rehearse(optimizer: Optimizer) -> None:
     del [torch.empty_like(p) for p in dense][:]
 
 
-def _with_gradient(optimizer: Optimizer) -> list[Tensor]:
+def with_gradient(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 def _changes(optimizer: Optimizer, before: Mapping[Tensor, Versions]) -> dict[Tensor, Versions]:
     """How far each counter went up; a tensor that was not there before counts from 0."""
     changes = {}
-    for parameter in _with_gradient(optimizer):
+    for parameter in with_gradient(optimizer):
         state, old = {"": parameter} | optimizer.state.get(parameter, {}), before.get(parameter, {})
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         changes[parameter] = {name: tensor._version - old.get(name, 0) for name, tensor in tensors.items()}

@@ -1,0 +1,150 @@
+"""The stepper: one update of any model in an own loop, in pieces that fit, under the guard."""
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from oomguard._core.errors import MisuseError
+from oomguard._guard import Guard, make_guard
+from oomguard._guard.update import with_gradient
+from oomguard._plan.value import Plan
+from oomguard._step import Replaced, clip_gradients
+
+Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | float]]
+"""Loss of a model on a batch: its mean over the rows, or a sum and the weight to divide it by."""
+Clip = Callable[[list[Tensor]], object]  # changes the gradients of parameters, once per update
+
+
+class Stepper(AbstractContextManager["Stepper"]):
+    """Makes one update per call; `oomguard.stepper` says how. Its guard works until the end of the `with` block."""
+
+    def __init__(
+        self,
+        guard: Guard,
+        model: nn.Module,
+        loss: Loss,
+        optimizer: Optimizer,
+        *,
+        clip: float | Clip | None = None,
+        scaler: GradScaler | None = None,
+        dim: object = 0,
+    ) -> None:
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise MisuseError(
+                rule="A stepper needs an optimizer that updates once from the gradient",
+                got=f"{type(optimizer).__name__} calls a closure several times",
+                advice="Take another optimizer, or use oomguard.guard inside the closure.",
+            )
+        self.guard, self.model, self.loss, self.optimizer = guard.__enter__(), model, loss, optimizer
+        self.clip, self.scaler, self.dim = clip, scaler, dim
+
+    def __call__(self, batch: object) -> Tensor:
+        """Update the weights once by the gradient of a whole batch; returns its loss, detached.
+
+        The gradient, clipped, stays in the parameters until the next call.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        for attempt in self.guard.attempts(self.optimizer):
+            with attempt:
+                loss = self._accumulate(batch)
+        self._update()
+        return loss
+
+    def _accumulate(self, batch: object) -> Tensor:
+        """Add up the gradient of the whole batch, piece by piece; returns its loss."""
+        losses, weights = list[Tensor](), list[float]()
+        for piece, share in self.guard.pieces(batch, self.dim):
+            loss, weight = self._loss_of(piece)
+            # sums are divided by the first weight, so that they stay in the range of fp16, and corrected at the end
+            weights += [] if weight is None else [weight]
+            loss = loss * share if weight is None else loss / (weights[0] or 1.0)
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+            del piece, loss
+        total = torch.stack(losses).sum()
+        if len(weights) > 1:
+            correction = (weights[0] or 1.0) / (sum(weights) or 1.0)
+            for parameter in with_gradient(self.optimizer):
+                assert parameter.grad is not None
+                parameter.grad *= correction
+            total *= correction
+        return total
+
+    def _loss_of(self, piece: object) -> tuple[Tensor, float | None]:
+        """The loss of a piece: its mean and None, or a sum and its weight."""
+        result = self.loss(self.model, piece)
+        loss, weight = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            form = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise MisuseError(
+                rule="loss(model, batch) must return a scalar tensor with a gradient, or (sum, weight)",
+                got=f"it returned {form}",
+                advice="Return the mean over the rows, or the sum and the number that it is divided by.",
+            )
+        return loss.reshape(()), None if weight is None else float(weight)
+
+    def _update(self) -> None:
+        """Clip the gradient of the whole batch, and update the weights unless fp16 overflowed."""
+        optimizer: Any = Replaced(self.optimizer, partial(self.guard.update, self.optimizer))
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+        parameters = with_gradient(self.optimizer)
+        if callable(self.clip):
+            self.clip(parameters)
+        elif self.clip is not None:
+            clip_gradients(parameters, self.clip)
+        if self.scaler is None:
+            optimizer.step()
+        else:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+
+    def __exit__(self, *error: object) -> None:
+        self.guard.__exit__(*error)
+
+
+def stepper(
+    plan: Plan | int | str | None,
+    model: nn.Module,
+    loss: Loss,
+    optimizer: Optimizer,
+    *,
+    clip: float | Clip | None = None,
+    scaler: GradScaler | None = None,
+    dim: object = 0,
+    microbatch: int | None = None,
+    device: str | None = None,
+    events: str | None = None,
+) -> Stepper:
+    """Train any model in your own loop within memory: `step(batch)` replaces backward and `optimizer.step`.
+
+    The first argument is a plan, or a budget in bytes or text such as "6GiB" (None: the free memory). `loss(model,
+    batch)` returns the mean over the rows of a batch, or a tuple (sum, weight), such as the summed loss of all tokens
+    and their number. It is called for pieces of the batch, as `guard.split` cuts them along `dim`, and the gradients
+    add up to that of the whole batch. If memory runs out, the batch runs again in smaller pieces.
+
+    `clip` is the largest norm of the whole gradient, or a function that is called with the parameters after the
+    backward passes. A `torch.amp.GradScaler` is given as `scaler`. Schedulers and moving averages follow `step(batch)`
+    in the loop. `device` is that of the model unless it is given; `microbatch` and `events` are those of `guard`.
+
+    >>> import torch
+    >>> model = torch.nn.LSTM(3, 4, batch_first=True)
+    >>> def loss(model, batch):
+    ...     return model(batch)[0].square().mean()
+    >>> with stepper("6GiB", model, loss, torch.optim.SGD(model.parameters(), lr=0.1), microbatch=2) as step:
+    ...     losses = [step(torch.ones(8, 5, 3)) for _ in range(3)]
+    >>> losses[2] < losses[0], step.guard.steps
+    (tensor(True), 3)
+    """
+    device = device or str(optimizer.param_groups[0]["params"][0].device)
+    own, budget = (plan, None) if isinstance(plan, Plan) else (None, plan)
+    guard = make_guard(own, budget, microbatch, device, events)
+    return Stepper(guard, model, loss, optimizer, clip=clip, scaler=scaler, dim=dim)
