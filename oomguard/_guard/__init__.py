@@ -255,16 +255,22 @@ class Guard:
 
     def _enforce(self) -> None:
         """Let allocations beyond the limit fail, as errors that can be caught, before other processes suffer."""
-        limit_bytes, reading = self.watch.available_bytes(), self.device.reading()
-        committed_bytes = None
+        limit_bytes, reading, committed_bytes = self.watch.available_bytes(), self.device.reading(), None
         if self.plan is None and reading.committed_bytes is not None:
             # nothing tells how large the first step will be, so on the CPU bytes count as soon as they are asked for
             committed_bytes = reading.committed_bytes + max(0, limit_bytes - reading.now_bytes)
         self.device.enforce(limit_bytes, committed_bytes)
 
     def __enter__(self) -> "Guard":
+        used_bytes, available_bytes = self.device.reading().now_bytes, self.watch.available_bytes()
         if self.plan is not None:
             self.device.settle(self.candidate)
+        elif used_bytes >= available_bytes:
+            raise MisuseError(
+                rule="The budget must be more than this process already uses",
+                got=f"it uses {format_bytes(used_bytes)}, and may use {format_bytes(available_bytes)}",
+                advice="Give a larger budget, or free memory.",
+            )
         self._enforce()
         self.watch.start()
         return self

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,29 +23,17 @@ Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | float]]
 Clip = Callable[[list[Tensor]], object]  # changes the gradients of parameters, once per update
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stepper(AbstractContextManager["Stepper"]):
-    """Makes one update per call; `oomguard.stepper` says how. Its guard works until the end of the `with` block."""
+    """Makes one update per call; `oomguard.stepper` says how. Leaving its `with` block lifts the limit on memory."""
 
-    def __init__(
-        self,
-        guard: Guard,
-        model: nn.Module,
-        loss: Loss,
-        optimizer: Optimizer,
-        *,
-        clip: float | Clip | None = None,
-        scaler: GradScaler | None = None,
-        dim: object = 0,
-    ) -> None:
-        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-        if closure is not None and closure.default is closure.empty:
-            raise MisuseError(
-                rule="A stepper needs an optimizer that updates once from the gradient",
-                got=f"{type(optimizer).__name__} calls a closure several times",
-                advice="Take another optimizer, or use oomguard.guard inside the closure.",
-            )
-        self.guard, self.model, self.loss, self.optimizer = guard.__enter__(), model, loss, optimizer
-        self.clip, self.scaler, self.dim = clip, scaler, dim
+    guard: Guard
+    model: nn.Module
+    loss: Loss
+    optimizer: Optimizer
+    clip: float | Clip | None
+    scaler: GradScaler | None
+    dim: object
 
     def __call__(self, batch: object) -> Tensor:
         """Update the weights once by the gradient of a whole batch; returns its loss, detached.
@@ -144,7 +133,14 @@ def stepper(
     >>> losses[2] < losses[0], step.guard.steps
     (tensor(True), 3)
     """
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise MisuseError(
+            rule="A stepper needs an optimizer that updates once from the gradient",
+            got=f"{type(optimizer).__name__} calls a closure several times",
+            advice="Take another optimizer, or use oomguard.guard inside the closure.",
+        )
     device = device or str(optimizer.param_groups[0]["params"][0].device)
     own, budget = (plan, None) if isinstance(plan, Plan) else (None, plan)
-    guard = make_guard(own, budget, microbatch, device, events)
-    return Stepper(guard, model, loss, optimizer, clip=clip, scaler=scaler, dim=dim)
+    guard = make_guard(own, budget, microbatch, device, events).__enter__()
+    return Stepper(guard=guard, model=model, loss=loss, optimizer=optimizer, clip=clip, scaler=scaler, dim=dim)

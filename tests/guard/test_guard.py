@@ -1,7 +1,5 @@
 """The guard falls back, climbs back, and loses nothing by it."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,69 +7,18 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from guard.fakes import SHORT, FakeDevice, events, run
 from plans import LADDER, plan_of
 from torch import Tensor
 
 import oomguard
 from oomguard._core.errors import GuardError, MisuseError
 from oomguard._core.units import GIB, MIB, format_bytes
-from oomguard._device.budget import Budget, Limit, Reading
 from oomguard._guard import Guard, ladder
-from oomguard._guard.events import Event, Events
+from oomguard._guard.events import Events
 from oomguard._guard.ladder import FIRST_WAIT, LONGEST_WAIT, LadderPosition, make_ladder
 from oomguard._plan.buckets import Bucket
 from oomguard._plan.value import Plan
-
-SHORT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
-
-
-@dataclass
-class FakeDevice:
-    """A processor with figures set by the test."""
-
-    peak_bytes: int = 500 * MIB
-    free_bytes: int = 8 * GIB
-    retries: int = 0
-    swapped_bytes: int = 0
-    others_bytes: int = 0
-    held_bytes: int = 0
-    released: int = 0
-    name: str = "cpu"
-    limits: list[int | None] = field(default_factory=list)
-
-    def reading(self) -> Reading:
-        return Reading(
-            peak_bytes=self.peak_bytes,
-            now_bytes=self.peak_bytes,
-            runtime_bytes=0,
-            retries=self.retries,
-            swapped_bytes=self.swapped_bytes,
-        )
-
-    def budget(self) -> Budget:
-        limit = Limit(
-            name="memory.max",
-            limit_bytes=self.free_bytes,
-            used_bytes=self.others_bytes + self.held_bytes,
-            held_bytes=self.held_bytes,
-            unit="resident",
-            source="a test",
-        )
-        return Budget(device="cpu", limits=(limit,))
-
-    def release(self) -> None:
-        self.released += 1
-
-    def enforce(self, limit_bytes: int, committed_bytes: int | None = None) -> None:
-        self.limits.append(limit_bytes)
-
-    def unlimit(self) -> None:
-        self.limits.append(None)
-
-    def settle(self, candidate: Any) -> None: ...
-
-    def reset(self) -> None:
-        self.retries = 0
 
 
 @pytest.fixture(autouse=True)
@@ -84,22 +31,6 @@ def make_guard(tmp_path: Path, plan: Plan | None = None, **more: Any) -> tuple[G
     made = Guard(plan or plan_of(), device=device, events=Events(tmp_path / "events.jsonl"), **more)
     made.watch.start()
     return made, device
-
-
-def run(guard: Guard, fails: Callable[[], bool] = lambda: False) -> int:
-    """Make one step; returns the number of attempts."""
-    count = 0
-    for attempt in guard.attempts():
-        with attempt:
-            count += 1
-            if fails():
-                raise RuntimeError(SHORT)
-    return count
-
-
-def events(guard: Guard) -> list[Event]:
-    assert guard.events is not None
-    return guard.events.read()
 
 
 # ---- falling back
