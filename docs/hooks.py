@@ -23,6 +23,7 @@ LAYERS = [
     ("_spec", "Spec, presets, Candidate, the table of knobs"),
     ("_estimate", "the peak of a step by arithmetic: engines, terms, moments, cards"),
     ("_device", "memory of this machine, and budgets"),
+    ("_batch", "nested batches: walk through them, cut them by rows"),
     ("_rnn", "exact recurrent calls: plain, in segments, in chunks"),
     ("_step", "one optimizer update of a candidate"),
     ("_probe", "real steps in a child process: records, verdicts, ledger"),
