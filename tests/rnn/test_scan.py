@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -186,11 +186,11 @@ class Product(torch.autograd.Function):
 
 
 def test_an_autograd_function_may_use_a_weight_but_no_tensor_with_a_graph_of_its_own() -> None:
-    weight, apply = doubles(2), Product.apply
+    weight, apply = doubles(2), cast(Callable[..., Tensor], Product.apply)
     inputs = doubles(6, 2)
 
     def step(state: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
-        state = apply(state + given, weight)  # type: ignore[no-untyped-call]
+        state = apply(state + given, weight)
         return state, state
 
     leaves = [weight, inputs]
