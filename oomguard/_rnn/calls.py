@@ -249,7 +249,11 @@ class _Segments(torch.autograd.Function):
         assert whole is not None  # a call has a step
         ctx.save_for_backward(inputs, *rest, *borders)
         ctx.set_materialize_grads(False)
-        ctx.block, ctx.counts, ctx.autocast = block, (n_states, n_masks, len(rest)), _autocast(inputs.device.type)
+        ctx.block, ctx.counts, ctx.autocast = (
+            block,
+            (n_states, n_masks, len(rest)),
+            autocast_setting(inputs.device.type),
+        )
         return whole, *([torch.cat(parts) for parts in zip(*finals, strict=True)] if block.both else finals[0])
 
     @staticmethod
@@ -311,6 +315,6 @@ def _differentiate(
     return [next(found) if tensor.requires_grad else None for tensor in starts]
 
 
-def _autocast(kind: str) -> tuple[str, torch.dtype, bool]:
+def autocast_setting(kind: str) -> tuple[str, torch.dtype, bool]:
     """Return the present setting of autocast on a kind of device, as torch.autocast takes it."""
     return kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
