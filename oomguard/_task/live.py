@@ -32,7 +32,8 @@ Moment = tuple[str, str]  # the phase of the step (forward, backward, optimizer)
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts live storages by term and part. The peak and its terms are kept for every moment of a step.
 
-    On the CPU, small blocks live in the C heap. What that once held stays resident, so its largest size counts.
+    On the CPU, small blocks live in the C heap. What that once held stays resident, so its largest size counts. Without
+    fixed thresholds (`system`) all blocks count as they are.
     """
 
     def __init__(self, heap: str) -> None:
@@ -65,10 +66,11 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size, label = int(storage.nbytes()), (self.term, self.part)
         if self.part in OUTSIDE and self.term == "activations" and tensor.shape[-1:] == (self.logits[1],):
             label = "logits", self.logits[0]
-        small = self.heap != "cuda" and (self.small or bool(in_heap(size, self.heap)))
+        fixed = self.heap not in ("cuda", "system")  # whether thresholds tell small blocks from large ones
+        small = fixed and (self.small or bool(in_heap(size, self.heap)))
         if self.heap == "cuda":
             size = int(block_bytes(size))
-        elif not small:
+        elif fixed and not small:
             size = int(mapped_bytes(size))
         self.blocks[storage._cdata] = label, size, small
         weakref.finalize(storage, self._free, storage._cdata)
