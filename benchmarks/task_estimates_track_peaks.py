@@ -4,7 +4,7 @@
     python benchmarks/task_estimates_track_peaks.py tagger speech     # only these
     python benchmarks/task_estimates_track_peaks.py --smoke           # two models, as small as possible
 
-oomguard estimates each task before anything is run at full size. Then a new process with the heap setting `tight` runs a
+oomguard estimates each task before anything runs at full size. Then a new process with the heap setting `tight` runs a
 tiny step, so that every library is loaded, and two optimizer steps at full size. The error is that of the growth of the
 peak over the memory after the tiny step. torch's MemTracker (with fake tensors) and torchinfo predict the same step in
 processes of their own. A tool that raises an error or takes more than two minutes has no answer.
@@ -103,7 +103,8 @@ def torchinfo(task: Task, rows: int, steps: int | None) -> dict[str, Any]:
             self.batch = Batches(task).make(rows, steps)
 
         def forward(self, _: torch.Tensor) -> torch.Tensor:
-            return evaluate(task, self.model, self.batch)[0]
+            result = task.loss(self.model, self.batch, *[None] * task.piecewise)
+            return result[0] if isinstance(result, tuple) else result
 
     summary = tool.summary(Whole(), input_data=[torch.zeros(1)], mode="train", verbose=0)
     return {"torchinfo_bytes": int(summary.total_input + summary.total_output_bytes + summary.total_param_bytes)}
