@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from oomguard._estimate.malloc import block_bytes, in_heap, mapped_bytes
 
-OBJECT_BYTES = 400  # bytes of the C++ objects of a tensor and its storage (350 to 450, engines/native.py)
 REAL_NUMBERS = 1 << 20  # whole numbers in a tensor up to which it stays real, so that code may look into it
 REAL_FRACTIONS = 1 << 12  # the same for other numbers, such as relative lengths
 _FALSE = ("isnan", "isinf", "any", "ne", "bitwise_not", "logical_not")
