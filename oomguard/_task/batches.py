@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import random
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ Layout = dict[Path, Axis]
 
 def children(value: Any) -> dict[Hashable, Any]:
     """The parts of a list, tuple, mapping, dataclass or other object by key; empty for a tensor or a plain value."""
-    if isinstance(value, _LEAVES) or isinstance(value, type) or callable(value):
+    if isinstance(value, _LEAVES) or callable(value):
         return {}
     if isinstance(value, Mapping):
         return dict(value)
@@ -88,8 +89,8 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 def find_layout(one: Any, two: Any, three: Any, mixed: Any = None, longer: Any = None) -> Layout:
     """Find where a batch holds its rows, by comparing batches of one, two and three equal samples.
 
-    Flat parts hold rows x steps in one dimension. `longer` has two longer samples, `mixed` one of each length: they show
-    whether flat parts are padded. A function that makes random batches has no equal samples: `one` is None then.
+    Flat parts hold rows x steps in one dimension. `longer`, of two longer samples, and `mixed`, of one of each length,
+    show whether they are padded. A function that makes random batches has no equal samples: `one` is None then.
     """
     found = dict(_axes((), one, two, three))
     singles, parts = dict(leaves(one)), dict(leaves(two))
@@ -132,9 +133,11 @@ def _axes(path: Path, one: Any, two: Any, three: Any) -> Iterator[tuple[Path, Ax
         dimensions = [i for i, (a, b) in enumerate(zip(two.shape, three.shape, strict=False)) if a != b]
         if dimensions or two.ndim != three.ndim:
             yield path, _axis_of(dimensions, two, three)
+        elif one is not None and not np.array_equal(two, three):  # such as the number of all tokens
+            yield path, Axis("unknown")
     elif isinstance(two, list | tuple) and len(two) != len(three):
         yield path, Axis("list" if (len(two), len(three)) == (2, 3) else "unknown")
-    elif isinstance(two, int) and two != three:
+    elif isinstance(two, int | float) and two != three:
         yield path, Axis("count" if (two, three) == (2, 3) else "unknown")
     else:
         once, wide = children(one), children(three)
@@ -171,7 +174,7 @@ def split(batch: Any, layout: Layout, rows: int) -> list[Any]:
     """Split a batch into microbatches of at most so many rows. Raise if a part cannot be split."""
     for path, axis in layout.items():
         if axis.kind == "unknown":
-            raise _unsplittable(path, "its size is no multiple of the rows, or their order is not known")
+            raise _unsplittable(path, "it depends on the number of rows, and it is not known how")
     total = count_rows(batch, layout)
     return [_cut(batch, batch, layout, (), start, min(start + rows, total), total) for start in range(0, total, rows)]
 
@@ -249,7 +252,7 @@ class Samples:
         """The samples that were looked at, in words."""
         looked = f"{self.seen:,} of {self.total:,} samples" if self.seen < self.total else f"all {self.total:,} samples"
         if not self.longest:
-            return f"All batches are equally long, by {looked}."
+            return f"Samples are equally long, by {looked}."
         return f"The longest of {looked} has {self.longest:,} steps."
 
     def nearest(self, rows: int, steps: int | None) -> list[int]:
@@ -276,14 +279,14 @@ class Samples:
 
 
 def look(loader: Any) -> Samples:
-    """Look at the lengths of some samples of a DataLoader, evenly spaced over the dataset."""
+    """Look at the lengths of some samples of a DataLoader, chosen at random."""
     dataset, total = loader.dataset, len(loader.dataset)
     if not total:
         raise MisuseError(rule="The dataset must have samples", got="it has none", advice="Check how it is loaded.")
     shapes: dict[int, dict[Path, tuple[int, ...]]] = {}
     deadline = time.monotonic() + LOOK_SECONDS
     with user_code("The dataset must return its samples by index", type(dataset), "Correct its __getitem__."):
-        for index in range(0, total, -(-total // LOOKED_AT)):
+        for index in random.Random(0).sample(range(total), min(total, LOOKED_AT)):
             shapes[index] = sizes(dataset[index])
             if time.monotonic() > deadline:
                 break
@@ -317,9 +320,11 @@ class Batches:
         """A batch of so many rows: of samples close to a length, or the worst batch, of the longest samples."""
         if self.samples is not None:
             if steps is not None and steps > self.samples.longest:
-                advice = "Leave steps out, or give batch=, a function of rows and time steps."
-                raise MisuseError(rule="Batches consist of the samples of data", got=f"steps is {steps:,}. "
-                                  + self.samples.words.rstrip("."), advice=advice)  # fmt: skip
+                raise MisuseError(
+                    rule="Batches consist of the samples of data",
+                    got=f"steps is {steps:,}. {self.samples.words.rstrip('.')}",
+                    advice="Leave steps out, or give batch=, a function of rows and time steps.",
+                )
             return self.samples.make(self.samples.nearest(rows, steps))
         assert self.task.batch is not None
         if steps is None:
@@ -345,20 +350,18 @@ class Batches:
     def layout(self) -> Layout:
         """Where a batch holds its rows."""
         if self.samples is None:
-            one = None
-            two, three = (self.make(rows, TINY_STEPS) for rows in (2, 3))
-            return find_layout(one, two, three, longer=self.make(2, TINY_STEPS + 8))
-        make, short = self.samples.make, self.samples.nearest(1, 0)
-        long = self.samples.nearest(1, None)
+            return find_layout(None, *(self.make(rows, TINY_STEPS) for rows in (2, 3)))
+        make, short, long = self.samples.make, self.samples.nearest(1, 0), self.samples.nearest(1, None)
         return find_layout(make(short), make(short * 2), make(short * 3), make(short + long), make(long * 2))
 
-    def pieces(self, rows: int, steps: int | None, microbatch: int) -> list[Any]:
-        """A batch in microbatches: split, or where that is impossible, collated from fewer samples."""
+    def split(self, batch: Any, microbatch: int, steps: int | None = None) -> list[Any]:
+        """Split a batch that `make` made into microbatches, or where that is impossible, collate fewer samples."""
         try:
-            return split(self.make(rows, steps), self.layout, microbatch)
+            return split(batch, self.layout, microbatch)
         except MisuseError:
             if self.samples is None:
                 raise
+        rows = count_rows(batch, self.layout)
         chosen = self.samples.nearest(rows, steps)
         return [self.samples.make(chosen[start : start + microbatch]) for start in range(0, rows, microbatch)]
 

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from oomguard._estimate.malloc import block_bytes, in_heap, mapped_bytes
 
-OBJECT_BYTES = 400  # bytes of the C++ objects of a tensor and its storage (350 to 450, engines/native.py)
 REAL_NUMBERS = 1 << 20  # whole numbers in a tensor up to which it stays real, so that code may look into it
 REAL_FRACTIONS = 1 << 12  # the same for other numbers, such as relative lengths
 _FALSE = ("isnan", "isinf", "any", "ne", "bitwise_not", "logical_not")
@@ -26,16 +25,18 @@ _COUNTING = (_aten.arange, _aten.randint, _aten.randperm)
 
 OUTSIDE = ("loss", "model")  # parts that are no layers: the loss function, and the forward of the model itself
 Label = tuple[str, str]  # the term that bytes count to, and the part of the model
+Moment = tuple[str, str]  # the phase of the step (forward, backward, optimizer), and the part that runs
 
 
-class Live(TorchDispatchMode):
-    """Counts live storages by term and part. The peak and its terms are kept for every phase of a step.
+class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts live storages by term and part. The peak and its terms are kept for every moment of a step.
 
-    On the CPU, small blocks live in the C heap. What that once held stays resident, so its largest size counts.
+    On the CPU, small blocks live in the C heap. What that once held stays resident, so its largest size counts. Without
+    fixed thresholds (`system`) all blocks count as they are.
     """
 
     def __init__(self, heap: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.heap = heap  # the heap of the process as `malloc` names it; "cuda" for a card
         self.term, self.part, self.phase = "activations", "", "forward"
         self.small = False  # whether blocks count as small ones, whatever their size
@@ -43,8 +44,7 @@ class Live(TorchDispatchMode):
         self.sizes: dict[Label, int] = defaultdict(int)
         self.blocks: dict[int, tuple[Label, int, bool]] = {}
         self.mapped_bytes = self.heap_bytes = self.high_bytes = 0
-        self.peaks: dict[str, int] = {}  # the largest total of each phase
-        self.moments: dict[str, tuple[str, dict[Label, int]]] = {}  # the part that ran then, and the bytes by label
+        self.moments: dict[Moment, tuple[int, dict[Label, int]]] = {}  # the largest total, and its bytes by label
         self._last_truth = ""
 
     @contextmanager
@@ -65,10 +65,11 @@ class Live(TorchDispatchMode):
         size, label = int(storage.nbytes()), (self.term, self.part)
         if self.part in OUTSIDE and self.term == "activations" and tensor.shape[-1:] == (self.logits[1],):
             label = "logits", self.logits[0]
-        small = self.heap != "cuda" and (self.small or bool(in_heap(size, self.heap)))
+        fixed = self.heap not in ("cuda", "system")  # whether thresholds tell small blocks from large ones
+        small = fixed and (self.small or bool(in_heap(size, self.heap)))
         if self.heap == "cuda":
             size = int(block_bytes(size))
-        elif not small:
+        elif fixed and not small:
             size = int(mapped_bytes(size))
         self.blocks[storage._cdata] = label, size, small
         weakref.finalize(storage, self._free, storage._cdata)
@@ -82,9 +83,9 @@ class Live(TorchDispatchMode):
         else:
             self.mapped_bytes += size
         total = self.mapped_bytes + self.high_bytes
-        if total > self.peaks.get(self.phase, 0):
-            self.peaks[self.phase] = total
-            self.moments[self.phase] = self.part, dict(self.sizes)
+        moment = self.phase, self.part
+        if moment not in self.moments or total > self.moments[moment][0]:
+            self.moments[moment] = total, dict(self.sizes)
 
     def _free(self, key: int) -> None:
         label, size, small = self.blocks.pop(key)

@@ -14,8 +14,8 @@ from torch.nn.modules import module as hooks
 from oomguard._core.errors import MisuseError, shown
 from oomguard._estimate.target import Target
 from oomguard._task.batches import mapped
-from oomguard._task.live import Label, Live
-from oomguard._task.rnn import Kernels
+from oomguard._task.kernels import Kernels
+from oomguard._task.live import Label, Live, Moment
 from oomguard._task.task import Task, line_of, user_code
 
 NODE_BYTES = 575
@@ -27,17 +27,21 @@ own LSTM (engines/native.py), less those of the tensors that it keeps."""
 class Trace:
     """The peaks of a traced step, as plain values."""
 
-    peaks: dict[str, int]  # the largest total of each phase: forward, backward, optimizer
-    moments: dict[str, tuple[str, dict[Label, int]]]  # the part that ran at the peak of a phase, and bytes by label
+    moments: dict[Moment, tuple[int, dict[Label, int]]]  # the largest total of every moment, and its bytes by label
     engine: str  # of the recurrent calls that keep the most; empty if there are none
     cells: tuple[str, ...]
     steps: int  # time steps of the longest recurrent call
     logits: str  # the last linear layer that ran, which makes the logits
 
+    @property
+    def peak(self) -> Moment:
+        """The moment with the largest total."""
+        return max(self.moments, key=lambda moment: self.moments[moment][0])
+
 
 def build(task: Task) -> nn.Module:
     """The module of a task."""
-    made = task.model
+    made: Any = task.model
     if not isinstance(made, nn.Module):
         with user_code("model() must build a module", made, "Correct that line."):
             made = made()
@@ -100,13 +104,13 @@ def trace(
         stack.enter_context(_named(model, live))
         _count(live, model, batch)
         optimizer = make_optimizer(task, model)
+        _label_state(optimizer, live)
         if target.cuda:
             _take_foreach(optimizer)
         for _ in range(2):
             _step(task, model, batch, optimizer, live, passes)
     engines = kernels.engines
     return Trace(
-        peaks=live.peaks,
         moments=live.moments,
         engine=max(engines, key=engines.__getitem__) if engines else "",
         cells=tuple(sorted(kernels.cells)),
@@ -125,7 +129,8 @@ def _count(live: Live, model: nn.Module, batch: Any) -> None:
         mapped(lambda one: live.track(one), batch)
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda one: live.label(one.grad, "gradients"))
+            hook: Callable[..., Any] = parameter.register_post_accumulate_grad_hook
+            hook(lambda one: live.label(one.grad, "gradients"))
 
 
 def _step(task: Task, model: nn.Module, batch: Any, optimizer: Any, live: Live, passes: int) -> None:
@@ -142,9 +147,13 @@ def _step(task: Task, model: nn.Module, batch: Any, optimizer: Any, live: Live, 
     live.begin("optimizer")
     live.part = "optimizer"
     optimizer.step()
+    _label_state(optimizer, live)
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _label_state(optimizer: torch.optim.Optimizer, live: Live) -> None:
     for state in optimizer.state.values():
         mapped(lambda one: live.label(one, "optimizer"), state)
-    optimizer.zero_grad(set_to_none=True)
 
 
 def _graph(loss: Tensor, live: Live) -> Tensor | None:
