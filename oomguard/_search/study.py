@@ -57,7 +57,7 @@ class TrialStore:
         """Mark the trials whose process is gone as failed, so that none stays RUNNING for ever."""
         for trial in self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
             if self._is_dead(trial):
-                self.drop(trial.number)
+                self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
 
     def _is_dead(self, trial: FrozenTrial) -> bool:
         begun = trial.datetime_start.timestamp() if trial.datetime_start else 0.0  # a trial is marked soon after that
@@ -81,10 +81,6 @@ class TrialStore:
         trial.set_user_attr("owner", self._owner)
         trial.set_user_attr("until", time.time() + seconds)
         trial.set_user_attr("role", probe.role)
-
-    def drop(self, trial: Trial | int) -> None:
-        """Mark a trial as failed if it has not ended: its probe was interrupted."""
-        self.study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
 
     def note(self, name: str, value: Any) -> Any:
         """Store a value for later continuations of the search, and return the first one that was stored."""
