@@ -48,14 +48,15 @@ def read_status(pid: int | None = None, proc: Path = PROC) -> Status | None:
     )
 
 
-def read_resident(proc: Path = PROC) -> int:
-    """The resident bytes of this process now: one number, in a fraction of the time of `read_status`."""
-    text = read_text(proc / "self/statm")
-    if text:
-        return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    status = read_status(proc=proc)
-    assert status is not None  # this process is not gone
-    return status.resident_bytes
+def read_resident() -> int:
+    """The resident bytes of this process now: one number, in a small part of the time of `read_status`."""
+    try:
+        with open("/proc/self/statm", "rb", buffering=0) as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # macOS, Windows
+        status = read_status()
+        assert status is not None  # this process is not gone
+        return status.resident_bytes
 
 
 def _by_psutil(pid: int | None) -> Status | None:

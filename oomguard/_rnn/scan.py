@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from oomguard._core.errors import MisuseError, check_whole, shown
-from oomguard._rnn.calls import Gradients, Tensors, autocast_setting, refuse_double_backward
+from oomguard._rnn.calls import autocast_setting, refuse_double_backward
+from oomguard._rnn.seed import Ends, Gradients, Tensors, gradients_of
 
 S = TypeVar("S")
 X = TypeVar("X")
@@ -258,11 +259,12 @@ class _Recomputed(torch.autograd.Function):
                     ends, made = loop.run_piece(before, given)
                 _check_same(ends, after)
                 of_made = [None if g is None else g.narrow(0, start, steps) for g in of_results[n:]]
-                tops = _with_gradients([*ends, *made], [*of_state, *of_made])
+                pairs = zip([*ends, *made], [*of_state, *of_made], strict=True)
+                tops = [(end, gradient) for end, gradient in pairs if gradient is not None]
                 if i == len(loop.spans) - 1:
                     _check_known(tops, [*before, *given, *others], loop.others)
-                found = _gradients(tops, [*before, *given, *others])
-                del ends, made, tops  # free the graph of this piece before the next one is built
+                found = gradients_of([*before, *given, *others], tops)
+                del ends, made, tops, pairs  # free the graph of this piece before the next one is built
                 of_state, after = found[:n], first
                 for total, gradient in zip(of_inputs, found[n:middle], strict=True):
                     if total is not None and gradient is not None:
@@ -272,22 +274,6 @@ class _Recomputed(torch.autograd.Function):
                         total = of_others[j]
                         of_others[j] = gradient if total is None else total + gradient
         return None, None, *of_state, *of_inputs, *of_others, *(None for _ in borders)
-
-
-def _with_gradients(results: Tensors, gradients: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor]]:
-    """Return the results that a backward pass starts from, each with its gradient."""
-    pairs = zip(results, gradients, strict=True)
-    return [(top, gradient.to(top.dtype)) for top, gradient in pairs if gradient is not None and top.requires_grad]
-
-
-def _gradients(tops: list[tuple[Tensor, Tensor]], starts: Tensors) -> Gradients:
-    """Return the gradients of tensors from those of results; None for those that the results do not depend on."""
-    wanted = [tensor for tensor in starts if tensor.requires_grad]
-    if not tops or not wanted:
-        return [None for _ in starts]
-    results, given = zip(*tops, strict=True)
-    found = iter(torch.autograd.grad(results, wanted, given, allow_unused=True))
-    return [next(found) if tensor.requires_grad else None for tensor in starts]
 
 
 def _check_same(recomputed: Tensors, first: Tensors) -> None:
@@ -303,7 +289,7 @@ def _check_same(recomputed: Tensors, first: Tensors) -> None:
             )
 
 
-def _check_known(tops: list[tuple[Tensor, Tensor]], known: Tensors, replaced: Tensors) -> None:
+def _check_known(tops: Ends, known: Tensors, replaced: Tensors) -> None:
     """Raise if results depend on a leaf that no function has shown, or on a tensor that was to be replaced."""
     leaves, outside = {id(tensor) for tensor in known}, {tensor.grad_fn for tensor in replaced}
     seen, waiting = set[Node](), [top.grad_fn for top, _ in tops]

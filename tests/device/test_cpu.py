@@ -276,3 +276,9 @@ def test_a_process_that_is_bound_to_one_processor_has_one_core() -> None:
     code = "import os; from oomguard._device.cpu import cores; "
     code += "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); print(cores())"
     assert child(code) == "1"
+
+
+def test_the_quick_reading_of_resident_bytes_is_that_of_the_status() -> None:
+    status = proc.read_status()
+    assert status is not None
+    assert proc.read_resident() == pytest.approx(status.resident_bytes, abs=4 << 20)
