@@ -90,12 +90,24 @@ def test_an_example_of_the_help_is_a_command_line_that_parses(words: list[str]) 
     assert parsed(words) >= flags_of(words)
 
 
+TASK = """
+import oomguard, torch
+task = oomguard.Task(
+    model=lambda: torch.nn.LSTM(2, 3),
+    loss=lambda model, batch: model(batch)[0].square().mean(),
+    batch=lambda rows, steps: torch.randn(steps, rows, 2),
+)
+"""
+
+
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with the files that examples of the help name."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "spec.toml").write_text('cell = "lstm"\nseq = 2000\nhidden = 64\n')
     (tmp_path / "lengths.csv").write_text("100\n100\n2000\n")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "module.py").write_text(TASK)
     numbers = np.random.default_rng(0).normal(size=(200, 3))
     np.savetxt(tmp_path / "prices.csv", numbers, delimiter=",", header="open,volume,close", comments="")
     oomguard.save_plan(plan_of(), tmp_path / "plan.json")

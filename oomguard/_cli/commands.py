@@ -83,7 +83,7 @@ def _estimate(*, device: str = "cpu", budget: str | None = None, json: bool = Fa
     - oomguard estimate --model lstm --seq 10000
     - oomguard estimate --preset char-lm --device rtx-4090 --precision bf16
     - oomguard estimate --model spec.toml --segments 100 --budget 6GiB --json
-    - oomguard estimate --model package.module:task --microbatch 8
+    - oomguard estimate --model package.module:task --seq 1000 --microbatch 8
 
     Exit codes: 0 it fits, 1 it does not fit, 2 wrong usage.
     """

@@ -23,7 +23,6 @@ _WHOLE = (torch.int64, torch.int32, torch.bool)
 _aten = torch.ops.aten
 _COUNTING = (_aten.arange, _aten.randint, _aten.randperm)
 
-OUTSIDE = ("loss", "model")  # parts that are no layers: the loss function, and the forward of the model itself
 Label = tuple[str, str]  # the term that bytes count to, and the part of the model
 Moment = tuple[str, str]  # the phase of the step (forward, backward, optimizer), and the part that runs
 
@@ -63,7 +62,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if storage._cdata in self.blocks or tensor.layout is not torch.strided:
             return
         size, label = int(storage.nbytes()), (self.term, self.part)
-        if self.part in OUTSIDE and self.term == "activations" and tensor.shape[-1:] == (self.logits[1],):
+        if self.part == "loss" and self.term == "activations" and tensor.shape[-1:] == (self.logits[1],):
             label = "logits", self.logits[0]
         fixed = self.heap not in ("cuda", "system")  # whether thresholds tell small blocks from large ones
         small = fixed and (self.small or bool(in_heap(size, self.heap)))
