@@ -90,10 +90,10 @@ def answer(question: Question) -> Answer:
         batches = Batches(task)
     rows = question.rows or (batches.samples and batches.samples.batch_size) or USUAL_ROWS
     notes = [batches.samples.words] if batches.samples is not None else []
-    step = _traced(task, batches, question, rows, notes) if question.traced else None
+    step, why = _traced(task, batches, question, rows) if question.traced else (None, "the trace took too long")
     if step is None:
-        step = _fitted(task, batches, question, rows)
-        notes.append("It is extrapolated from a few tiny passes, since the model could not be traced.")
+        step = _fitted(task, batches, question, rows, why)
+        notes.append(f"It is extrapolated from a few tiny passes, since the model could not be traced ({why}).")
     if not step.cells:
         notes.append("The model has no recurrent calls that segments could reach: they will not help.")
     return Answer(step=step, rows=rows, runtime_bytes=runtime_bytes, notes=tuple(notes))
@@ -116,16 +116,14 @@ def _try(task: Task, batches: Batches, steps: int | None) -> None:
         optimizer.step()
 
 
-def _traced(task: Task, batches: Batches, question: Question, rows: int, notes: list[str]) -> Trace | None:
-    """Trace the step; None if fake tensors cannot run the model. Memory that the batch itself needs must be there."""
+def _traced(task: Task, batches: Batches, question: Question, rows: int) -> tuple[Trace | None, str]:
+    """Trace the step. If fake tensors cannot run the model, there is a reason instead."""
     model, batch = build(task).to("cpu"), batches.make(rows, question.steps)
     try:
-        return _run(task, model, batch, question, fake=True)
-    except OomguardError as error:
-        notes.append(f"The trace stopped: {error.__cause__ or error}.")
+        return _run(task, model, batch, question, fake=True), ""
     except Exception as error:
-        notes.append(f"The trace stopped: {type(error).__name__}: {str(error)[:200]}.")
-    return None
+        cause = error.__cause__ or error if isinstance(error, OomguardError) else error
+        return None, f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
 
 
 def _run(task: Task, model: torch.nn.Module, batch: Any, question: Question, *, fake: bool) -> Trace:
@@ -134,35 +132,38 @@ def _run(task: Task, model: torch.nn.Module, batch: Any, question: Question, *, 
     return trace(task, model, batch, question.target, **options)
 
 
-def _fitted(task: Task, batches: Batches, question: Question, rows: int) -> Trace:
-    """Extrapolate from tiny real passes: each phase by rows, length and their product. One pass checks the others."""
+def _fitted(task: Task, batches: Batches, question: Question, rows: int, why: str) -> Trace:
+    """Extrapolate from tiny real passes: each moment by rows, length and their product. One pass checks the others."""
     whole = batches.make(rows, question.steps)
-    points, steps = list[tuple[int, int]](), list[Trace]()
+    points, traces = list[tuple[int, int]](), list[Trace]()
     for count, factor in POINTS:
         batch = batches.of_length(count, factor)
         points.append((count, batches.steps_of(batch)))
         seed()
-        steps.append(_run(task, build(task).to("cpu"), batch, question, fake=False))
-    goal = (rows, batches.steps_of(whole))
-    peaks: dict[str, int] = {}
-    for phase in steps[0].peaks:
-        seen = [step.peaks[phase] for step in steps]
-        held_out = _extrapolate(points[:-1], seen[:-1], points[-1])
-        if abs(held_out / seen[-1] - 1) > HELD_OUT_ERROR:
-            got = f"a pass of {points[-1][0]} rows needs {format_bytes(seen[-1])} and was expected to need "
-            raise MisuseError(
-                rule="Without a trace, the memory of a task must grow evenly with rows and length",
-                got=f"{got}{format_bytes(held_out)}",
-                advice="No estimate can be given for this model: run it under oomguard.guard, or in smaller batches.",
-            )
-        peaks[phase] = _extrapolate(points, seen, goal)
-    moments = {}
-    for phase, (part, labels) in steps[-1].moments.items():
-        found = [step.moments[phase][1] for step in steps]
-        moments[phase] = part, {
-            label: max(0, _extrapolate(points, [sizes.get(label, 0) for sizes in found], goal)) for label in labels
-        }
-    return replace(steps[-1], peaks=peaks, moments=moments, steps=goal[1])
+        traces.append(_run(task, build(task).to("cpu"), batch, question, fake=False))
+    held_out, goal = traces[-1], (rows, batches.steps_of(whole))
+    expected, measured = (max(size for size, _ in moments.values()) for moments in (
+        _grown(traces[:-1], points[:-1], points[-1]), held_out.moments
+    ))  # fmt: skip
+    if abs(expected / measured - 1) > HELD_OUT_ERROR:
+        got = f"a tiny pass needs {format_bytes(measured)}, where others let expect {format_bytes(expected)}"
+        raise MisuseError(
+            rule="The memory of a task that cannot be traced must grow evenly with rows and length",
+            got=f"{got} ({why})",
+            advice="No estimate can be given for this model: try smaller batches under oomguard.guard.",
+        )
+    return replace(held_out, moments=_grown(traces, points, goal), steps=goal[1])
+
+
+def _grown(traces: list[Trace], points: list[tuple[int, int]], goal: tuple[int, int]) -> Any:
+    """The moments that all traces have, at another number of rows and steps."""
+    found = {}
+    for moment in set.intersection(*({*trace.moments} for trace in traces)):
+        sizes = [trace.moments[moment][1] for trace in traces]
+        labels = {label: _extrapolate(points, [one.get(label, 0) for one in sizes], goal) for label in sizes[-1]}
+        total = _extrapolate(points, [trace.moments[moment][0] for trace in traces], goal)
+        found[moment] = total, {label: max(0, size) for label, size in labels.items()}
+    return found
 
 
 def _extrapolate(points: list[tuple[int, int]], values: list[int], goal: tuple[int, int]) -> int:

@@ -93,24 +93,22 @@ def to_estimate(answer: "Answer", candidate: Candidate, target: Target) -> Estim
         used += standing
         return runtime + int(reserved_bytes(used, expandable=expandable) if target.cuda else used)
 
-    phase = max(step.peaks, key=step.peaks.__getitem__)
-    labels = step.moments[phase][1]
+    used_bytes, labels = step.moments[step.peak]
     terms: dict[str, Count] = dict.fromkeys(TERMS, 0) | {"runtime": runtime}
     parts: dict[str, int] = {}
     for (term, part), size in labels.items():
         terms[term] += size
         parts[_part(part, term, step.logits)] = parts.get(_part(part, term, step.logits), 0) + size
-    total_bytes = total(step.peaks[phase])
+    total_bytes = total(used_bytes)
     terms["workspace"] += total_bytes - sum(int(size) for size in terms.values())  # what the allocator keeps besides
     on_card: dict[str, Any] = {}
     if target.cuda:
-        allocated = step.peaks[phase] + standing
-        on_card = {"allocated_bytes": allocated, "reserved_bytes": total_bytes - runtime}
+        on_card = {"allocated_bytes": used_bytes + standing, "reserved_bytes": total_bytes - runtime}
     found = Estimate(
         total_bytes=total_bytes,
         terms=terms,
-        moment=_moment(phase, step.moments[phase][0]),
-        moments={_moment(name, step.moments[name][0]): total(size) for name, size in step.peaks.items()},
+        moment=_moment(*step.peak),
+        moments={_moment(*moment): total(size) for moment, (size, _) in step.moments.items()},
         engine=step.engine or "native",
         device=target.device,
         candidate=candidate,

@@ -26,10 +26,11 @@ _COUNTING = (_aten.arange, _aten.randint, _aten.randperm)
 
 OUTSIDE = ("loss", "model")  # parts that are no layers: the loss function, and the forward of the model itself
 Label = tuple[str, str]  # the term that bytes count to, and the part of the model
+Moment = tuple[str, str]  # the phase of the step (forward, backward, optimizer), and the part that runs
 
 
 class Live(TorchDispatchMode):
-    """Counts live storages by term and part. The peak and its terms are kept for every phase of a step.
+    """Counts live storages by term and part. The peak and its terms are kept for every moment of a step.
 
     On the CPU, small blocks live in the C heap. What that once held stays resident, so its largest size counts.
     """
@@ -43,8 +44,7 @@ class Live(TorchDispatchMode):
         self.sizes: dict[Label, int] = defaultdict(int)
         self.blocks: dict[int, tuple[Label, int, bool]] = {}
         self.mapped_bytes = self.heap_bytes = self.high_bytes = 0
-        self.peaks: dict[str, int] = {}  # the largest total of each phase
-        self.moments: dict[str, tuple[str, dict[Label, int]]] = {}  # the part that ran then, and the bytes by label
+        self.moments: dict[Moment, tuple[int, dict[Label, int]]] = {}  # the largest total, and its bytes by label
         self._last_truth = ""
 
     @contextmanager
@@ -82,9 +82,9 @@ class Live(TorchDispatchMode):
         else:
             self.mapped_bytes += size
         total = self.mapped_bytes + self.high_bytes
-        if total > self.peaks.get(self.phase, 0):
-            self.peaks[self.phase] = total
-            self.moments[self.phase] = self.part, dict(self.sizes)
+        moment = self.phase, self.part
+        if moment not in self.moments or total > self.moments[moment][0]:
+            self.moments[moment] = total, dict(self.sizes)
 
     def _free(self, key: int) -> None:
         label, size, small = self.blocks.pop(key)

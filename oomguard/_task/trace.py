@@ -14,7 +14,7 @@ from torch.nn.modules import module as hooks
 from oomguard._core.errors import MisuseError, shown
 from oomguard._estimate.target import Target
 from oomguard._task.batches import mapped
-from oomguard._task.live import Label, Live
+from oomguard._task.live import Label, Live, Moment
 from oomguard._task.rnn import Kernels
 from oomguard._task.task import Task, line_of, user_code
 
@@ -27,12 +27,16 @@ own LSTM (engines/native.py), less those of the tensors that it keeps."""
 class Trace:
     """The peaks of a traced step, as plain values."""
 
-    peaks: dict[str, int]  # the largest total of each phase: forward, backward, optimizer
-    moments: dict[str, tuple[str, dict[Label, int]]]  # the part that ran at the peak of a phase, and bytes by label
+    moments: dict[Moment, tuple[int, dict[Label, int]]]  # the largest total of every moment, and its bytes by label
     engine: str  # of the recurrent calls that keep the most; empty if there are none
     cells: tuple[str, ...]
     steps: int  # time steps of the longest recurrent call
     logits: str  # the last linear layer that ran, which makes the logits
+
+    @property
+    def peak(self) -> Moment:
+        """The moment with the largest total."""
+        return max(self.moments, key=lambda moment: self.moments[moment][0])
 
 
 def build(task: Task) -> nn.Module:
@@ -106,7 +110,6 @@ def trace(
             _step(task, model, batch, optimizer, live, passes)
     engines = kernels.engines
     return Trace(
-        peaks=live.peaks,
         moments=live.moments,
         engine=max(engines, key=engines.__getitem__) if engines else "",
         cells=tuple(sorted(kernels.cells)),
