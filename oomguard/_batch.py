@@ -20,12 +20,8 @@ ADVICE = "`dim` may be a structure like the batch, or a function of path and par
 IsLeaf = Callable[[str, object], bool]  # whether the part at a path is a leaf, though it is a container
 
 
-def no_container(path: str, value: object) -> bool:
-    return False
-
-
 def map_leaves(
-    function: Callable[[str, Any], object], value: Any, is_leaf: IsLeaf = no_container, path: str = ROOT
+    function: Callable[[str, Any], object], value: Any, is_leaf: IsLeaf = lambda path, value: False, path: str = ROOT
 ) -> Any:
     """Rebuild nested tuples, lists, dicts and dataclasses with `function(path, leaf)` in the place of each leaf."""
 
@@ -51,7 +47,7 @@ def map_leaves(
     return function(path, value)
 
 
-def leaves_of(value: object, is_leaf: IsLeaf = no_container) -> dict[str, Any]:
+def leaves_of(value: object, is_leaf: IsLeaf = lambda path, value: False) -> dict[str, Any]:
     """The leaves of a nested structure by their paths."""
     leaves: dict[str, Any] = {}
     map_leaves(leaves.setdefault, value, is_leaf)

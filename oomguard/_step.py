@@ -1,6 +1,6 @@
 """One optimizer update: the same code in probes and in training."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ from oomguard._spec.spec import Spec
 Chooser = Callable[[Microbatch], Candidate]  # chooses the candidate that runs a microbatch
 Run = Callable[[Optimizer, Callable[[], object]], None]
 """Runs the step of an optimizer, which is the second argument: the guard handles failures in it."""
+Clip = Callable[[list[Tensor]], object]  # changes the gradients of parameters, once per update
 _OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     **{"adam": Adam, "adamw": AdamW, "rmsprop": RMSprop, "adagrad": Adagrad, "adafactor": Adafactor},
     **{"sgd": SGD, "sgd-momentum": partial(SGD, momentum=0.9)},
@@ -132,27 +133,37 @@ def no_gradient_left(training: Training) -> Iterator[None]:
 
 def update(training: Training, loss: Tensor, clip: float | None = None, run: Run | None = None) -> Outcome:
     """Clip the gradient of the whole batch, and update the weights unless fp16 overflowed."""
-    optimizer: Optimizer | Replaced = training.optimizer
     step = partial(offloaded_step, training.optimizer) if training.candidate.offload else training.optimizer.step
-    if run is not None:
-        optimizer = Replaced(training.optimizer, partial(run, training.optimizer, step))
-    elif training.candidate.offload:
-        optimizer = Replaced(training.optimizer, step)
-    scaler, norm = training.scaler, None
+    step = step if run is None else partial(run, training.optimizer, step)
+    skipped, norm = apply_gradient(training.optimizer, step, training.scaler, clip)
+    return Outcome(loss=loss, skipped=skipped, norm=norm)
+
+
+def apply_gradient(
+    optimizer: Optimizer, step: Callable[[], object], scaler: GradScaler | None, clip: float | Clip | None
+) -> tuple[bool, Tensor | None]:
+    """Clip the gradient and call `step`. Returns whether fp16 overflowed instead, and the norm before clipping.
+
+    Without clipping to a norm, the norm is None.
+    """
+    replaced, norm = _Replaced(optimizer, step), None
     if scaler is not None:
-        scaler.unscale_(optimizer)  # type: ignore[arg-type]
-    if clip is not None:
-        norm = clip_gradients(trainable(training.model), clip)
+        scaler.unscale_(replaced)  # type: ignore[arg-type]
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if callable(clip):
+        clip(parameters)
+    elif clip is not None:
+        norm = _clip(parameters, clip)
     if scaler is None:
-        optimizer.step()
-        return Outcome(loss=loss, norm=norm)
+        step()
+        return False, norm
     before = scaler.get_scale()
-    scaler.step(optimizer)  # type: ignore[arg-type]
+    scaler.step(replaced)  # type: ignore[arg-type]
     scaler.update()
-    return Outcome(loss=loss, skipped=scaler.get_scale() < before, norm=norm)
+    return scaler.get_scale() < before, norm
 
 
-def clip_gradients(parameters: Sequence[Tensor], most: float) -> Tensor:
+def _clip(parameters: list[Tensor], most: float) -> Tensor:
     """Scale all gradients, sparse ones too, to a joint norm of at most `most`; return the norm before."""
     gradients = []
     for p in parameters:
@@ -165,7 +176,7 @@ def clip_gradients(parameters: Sequence[Tensor], most: float) -> Tensor:
     return norm
 
 
-class Replaced:
+class _Replaced:
     """An optimizer whose step is replaced by a function."""
 
     def __init__(self, optimizer: Optimizer, step: Callable[[], object]) -> None:

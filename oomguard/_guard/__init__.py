@@ -7,7 +7,7 @@ Here are the guard and its attempts. `ladder.py` has the rungs and detects memor
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -56,7 +56,7 @@ class Guard:
 
     An attempt that runs out of memory ends without an error, and `attempts` yields another one, a rung lower: its
     pieces are smaller, `optimizer.zero_grad` was called (without an optimizer, clear the gradients yourself at the
-    start of the attempt), and PyTorch's random numbers repeat. On the last rung, `attempts` yields one more attempt
+    start of the attempt), and the random numbers of PyTorch, Python and NumPy repeat. On the last rung, `attempts` yields one more attempt
     after memory was released, then raises `GuardError`. Put the forward and backward pass into a function, as above:
     variables of the loop itself, and their memory, stay alive during the next attempt.
 
@@ -125,10 +125,10 @@ class Guard:
 
     def pieces(self, batch: Batch, dim: object = 0, steps: int | None = None) -> Iterator[tuple[Batch, float]]:
         """The pieces of `split`, each with its share of the rows: the weight of a loss that is a mean over rows."""
-        rows, states = Rows(batch, dim), HostRandom.now()
+        rows, repeat_random = Rows(batch, dim), remember_random()
         size = self._piece_rows(rows.count, steps or rows.steps)
         for start in range(0, rows.count, size):
-            states.restore()
+            repeat_random()
             yield rows.take(slice(start, start + size)), min(size, rows.count - start) / rows.count
 
     def _piece_rows(self, rows: int, steps: int) -> int:
@@ -161,7 +161,7 @@ class Guard:
     def attempts(self, optimizer: Optimizer | None = None) -> Iterator["Attempt"]:
         """Attempts at one step until one succeeds: `for attempt in guard.attempts(optimizer): with attempt: ...`."""
         device, repeated = torch.device(self.device.name), False
-        states, host_states = rng_states(device), HostRandom.now()
+        states, repeat_random = rng_states(device), remember_random()
         while True:
             attempt = Attempt(self)
             yield attempt
@@ -180,7 +180,7 @@ class Guard:
                 optimizer.zero_grad(set_to_none=True)
             self.device.release()
             set_rng_states(device, states)
-            host_states.restore()
+            repeat_random()
             reason = attempt.message or "Another process of this training ran out of memory."
             if self.rung + 1 == len(self.ladder) and not repeated:
                 repeated = True  # there is no smaller candidate, but the released memory may suffice
@@ -199,9 +199,8 @@ class Guard:
         memory, last = self._memory(), self.candidate
         if self.rung + 1 >= len(self.ladder):
             self.tell("bottom", reason, **figures, **memory)
-            name = "The last rung" if self.plan is None else "The last rung of the plan"
             raise GuardError(
-                rule=f"{name} (microbatch {last.microbatch}, {last.segments} segments) must fit",
+                rule=f"The last rung (microbatch {last.microbatch}, {last.segments} segments) must fit",
                 got=f"memory ran out with {format_bytes(memory['now_bytes'])} in use and a limit of "
                 f"{format_bytes(memory['free_bytes'])} ({reason})",
                 advice="Free memory and continue with --resume, or make a plan for a smaller budget.",
@@ -229,7 +228,7 @@ class Guard:
         if tight:
             pressure = pressure or Pressure("Memory is tight in another process of this training.", {})
             if self.plan is None:
-                self._peaks_bytes[self.candidate.microbatch] = self.watch.last_peak_bytes
+                self._peaks_bytes[self.candidate.microbatch] = int(pressure.figures.get("peak_bytes", 0))
             if self.rung + 1 < len(self.ladder):
                 self.fall("tight", pressure.reason, **pressure.figures)
                 self.device.release()
@@ -311,19 +310,15 @@ def another_process_failed(kind: type[GuardError] = GuardError) -> GuardError:
     )
 
 
-class HostRandom(NamedTuple):
-    """The states of Python's and NumPy's global random numbers."""
+def remember_random() -> Callable[[], None]:
+    """Return a function that sets Python's and NumPy's global random numbers back to their present states."""
+    python, numpy = random.getstate(), np.random.get_state(legacy=False)
 
-    python: tuple[Any, ...]
-    numpy: dict[str, Any]
+    def restore() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
-    @classmethod
-    def now(cls) -> "HostRandom":
-        return cls(random.getstate(), np.random.get_state(legacy=False))
-
-    def restore(self) -> None:
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
+    return restore
 
 
 def rng_states(device: torch.device) -> dict[str, Tensor]:

@@ -127,7 +127,6 @@ class Watch:
     device: Device
     limit_bytes: int | None = None  # the user's own budget; None: only the device's limits count
     peak_bytes: int = 0  # the largest peak so far
-    last_peak_bytes: int = 0  # the largest between the last two checks
     _checked_at: float = -math.inf
     _swapped_bytes: int = 0  # how much of this process was swapped out when it last counted
     _others_bytes: int | None = None  # memory of the card that others held at the last report, or less since
@@ -150,7 +149,6 @@ class Watch:
             return None
         self._checked_at = now
         reading = self.device.reading()
-        self.last_peak_bytes = reading.peak_bytes
         self.peak_bytes = max(self.peak_bytes, reading.peak_bytes)
         self.device.reset()
         return self._judge(reading)

@@ -16,11 +16,10 @@ from oomguard._core.errors import MisuseError
 from oomguard._guard import Guard, make_guard
 from oomguard._guard.update import with_gradient
 from oomguard._plan.value import Plan
-from oomguard._step import Replaced, clip_gradients
+from oomguard._step import Clip, apply_gradient
 
 Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | float]]
 """Loss of a model on a batch: its mean over the rows, or a sum and the weight to divide it by."""
-Clip = Callable[[list[Tensor]], object]  # changes the gradients of parameters, once per update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +43,7 @@ class Stepper(AbstractContextManager["Stepper"]):
         for attempt in self.guard.attempts(self.optimizer):
             with attempt:
                 loss = self._accumulate(batch)
-        self._update()
+        apply_gradient(self.optimizer, partial(self.guard.update, self.optimizer), self.scaler, self.clip)
         return loss
 
     def _accumulate(self, batch: object) -> Tensor:
@@ -79,22 +78,6 @@ class Stepper(AbstractContextManager["Stepper"]):
                 advice="Return the mean over the rows, or the sum and the number that it is divided by.",
             )
         return loss.reshape(()), None if weight is None else float(weight)
-
-    def _update(self) -> None:
-        """Clip the gradient of the whole batch, and update the weights unless fp16 overflowed."""
-        optimizer: Any = Replaced(self.optimizer, partial(self.guard.update, self.optimizer))
-        if self.scaler is not None:
-            self.scaler.unscale_(optimizer)
-        parameters = with_gradient(self.optimizer)
-        if callable(self.clip):
-            self.clip(parameters)
-        elif self.clip is not None:
-            clip_gradients(parameters, self.clip)
-        if self.scaler is None:
-            optimizer.step()
-        else:
-            self.scaler.step(optimizer)
-            self.scaler.update()
 
     def __exit__(self, *error: object) -> None:
         self.guard.__exit__(*error)
