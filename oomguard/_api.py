@@ -60,9 +60,12 @@ def estimate(
     """
     target = find_target(device)
     if isinstance(spec, Task | str):
-        limit_bytes = _budget_bytes(budget, budget_bytes) or find_budget(device).limit_bytes
-        return replace(_estimate_task(spec, candidate, target, training, steps, fields), budget_bytes=limit_bytes)
-    spec, candidate, limit_bytes = _read(spec, candidate, fields if steps is None else fields | {"steps": steps}, budget, budget_bytes)
+        given_bytes = _budget_bytes(budget, budget_bytes)
+        traced = _estimate_task(spec, candidate, target, training, steps, fields)
+        return replace(traced, budget_bytes=find_budget(device).limit_bytes if given_bytes is None else given_bytes)
+    if steps is not None:
+        fields["steps"] = steps
+    spec, candidate, limit_bytes = _read(spec, candidate, fields, budget, budget_bytes)
     if limit_bytes is None:
         limit_bytes = find_budget(device).limit_bytes
     if isinstance(candidate, Candidates):

@@ -75,25 +75,33 @@ _PRESETS = "\n\n".join(
 def _estimate(*, device: str = "cpu", budget: str | None = None, json: bool = False, **values: Any) -> Answer:
     """Estimate the peak memory of one candidate by arithmetic: no run, no GPU, no torch.
 
-    Flags override a preset and a spec file. --no-packed and the like turn off a switch of a spec file.
+    Flags override a preset and a spec file. --no-packed and the like turn off a switch of a spec file. A model of your
+    own is named by its oomguard.Task: one step of it is traced in a child process, which takes a few seconds.
 
     [bold]Examples[/bold]
 
     - oomguard estimate --model lstm --seq 10000
     - oomguard estimate --preset char-lm --device rtx-4090 --precision bf16
     - oomguard estimate --model spec.toml --segments 100 --budget 6GiB --json
+    - oomguard estimate --model package.module:task --microbatch 8
 
     Exit codes: 0 it fits, 1 it does not fit, 2 wrong usage.
     """
     from oomguard._api import estimate
     from oomguard._device.find import find_budget, find_target
-    from oomguard._report.estimate import show_estimate, to_json
+    from oomguard._report.estimate import show_estimate, show_task_estimate, to_json
 
     limit, limit_bytes = "--budget", read_budget(budget)
-    spec, candidate = parsing.read(values)
+    name, knobs = parsing.read_task(values)
+    if name is None:
+        spec, candidate = parsing.read(values)
     if limit_bytes is None:
         free = find_budget(device)
         limit, limit_bytes = free.binding.name, free.limit_bytes
+    if name is not None:
+        found = estimate(name, device=device, budget_bytes=limit_bytes, **knobs)
+        text = partial(show_task_estimate, name, found, limit)
+        return _answer(json, lambda: to_json(found), text, FITS if found.fits else DOES_NOT_FIT)
     training = not values.get("evaluate", False)
     result = estimate(spec, candidate, device=device, budget_bytes=limit_bytes, training=training)
 

@@ -73,7 +73,9 @@ def flags_of(struct: Struct, leave_out: Iterable[str] = (), *, fixes: bool = Fal
 
 
 _CELLS = fields_of(Spec)["cell"].choices
-MODEL = Flag("model", "NAME", "Cell (rnn, lstm or gru), or a spec file such as spec.toml.", choices=_CELLS)
+MODEL = Flag(
+    "model", "NAME", "Cell (rnn, lstm or gru), a spec file, or in estimate a task: package.module:task.", choices=_CELLS
+)
 PRESET = Flag("preset", "NAME", "Start from a ready-made spec: " + ", ".join(PRESETS) + ".", choices=tuple(PRESETS))
 SPEC_FIELDS = sorted(flags_of(Spec, ["cell"]), key=lambda flag: flag.name not in ("seq", "batch"))
 """Flags of the fields of a spec, the most important first."""

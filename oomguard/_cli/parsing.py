@@ -12,18 +12,36 @@ from typing import Any
 
 import msgspec
 
-from oomguard._cli.flags import CANDIDATE, CUT, FIXED, MODEL, SPEC, SPEC_FIELDS, Flag
+from oomguard._cli.flags import CANDIDATE, CUT, FIXED, MODEL, PRESET, SPEC, SPEC_FIELDS, Flag
 from oomguard._core.errors import MisuseError, conflict, flag, shown
 from oomguard._data.options import DataOptions
 from oomguard._spec.candidate import Candidate, make_candidate
 from oomguard._spec.read import load_fields, make_spec, preset_fields, with_batch
 from oomguard._spec.spec import Spec
+from oomguard._task.estimate import COUNTED
+from oomguard._task.task import NAME
 
 
 def read(values: dict[str, Any]) -> tuple[Spec, Candidate]:
     """The spec and the candidate that the flags describe; flags override a spec file and a preset."""
     spec, knobs = _read(values, CANDIDATE)
     return spec, make_candidate(spec, **knobs)
+
+
+def read_task(values: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """The name of a task and the options of its estimate; None if --model does not name one."""
+    name = values.get("model")
+    if name is None or not NAME.fullmatch(name):
+        return None, {}
+    knobs, fields = read_options(values, CANDIDATE), read_options(values, [PRESET, *SPEC_FIELDS])
+    steps = {"steps": fields.pop("seq")} if "seq" in fields else {}
+    for field in fields:
+        raise MisuseError(
+            rule=f"{flag(field)} describes a built-in model",
+            got=f"got --model {name}, a task",
+            advice=f"Leave it out; a task takes --seq and {', '.join(map(flag, COUNTED))}.",
+        )
+    return name, knobs | steps
 
 
 def read_planned(values: dict[str, Any]) -> tuple[Spec, dict[str, Any]]:
@@ -138,11 +156,11 @@ def check_output(text: str, usual: str = "plan.json") -> None:
 
 def _spec_fields(model: str | None, name: str | None) -> dict[str, Any]:
     """The fields of a spec that --model and --preset stand for."""
-    if model is not None and re.fullmatch(r"[A-Za-z_][\w.]*:[\w.]+", model):
+    if model is not None and NAME.fullmatch(model):
         raise MisuseError(
-            rule="A model is described by a spec",
-            got=f"got {shown(model)}, a model that is code",
-            advice="Describe its layers by flags (--model lstm --hidden 256) or in a TOML file.",
+            rule="This command takes a model that a spec describes",
+            got=f"got {shown(model)}, a task",
+            advice="Describe its layers by flags (--model lstm --hidden 256); oomguard estimate takes tasks.",
         )
     is_path = model and (any(sign in model for sign in "./\\") or os.path.exists(model))
     if model is None or model in MODEL.choices or not is_path:

@@ -35,6 +35,7 @@ WORDS = {
 """The meaning of each term, for wide terminals."""
 WIDE, BAR_WIDTH = 120, 30
 """The terminal width from which on terms are explained, and the width of the longest bar, in characters."""
+PARTS = 8  # parts of a task that are shown, the largest first
 MEASURED = ("runtime", "weights", "optimizer", "input")  # a probe measures these one by one, and the sum of the others
 
 
@@ -43,6 +44,8 @@ def to_json(estimate: Estimate) -> dict[str, Any]:
     names = ("fits", "runs", "total_bytes", "budget_bytes", "margin_bytes", "terms", "moment", "moments", "engine")
     found = _some(estimate, *names, "device")
     found["candidate"] = knobs if isinstance(knobs, Candidate) else knobs.knobs
+    if estimate.parts:
+        found |= _some(estimate, "parts", "notes", "steps")
     if estimate.allocated_bytes is not None:
         found |= _some(estimate, "allocated_bytes", "reserved_bytes", "host_bytes")
     return dict(msgspec.to_builtins(found, enc_hook=lambda value: value.tolist()))  # numbers and arrays of NumPy
@@ -64,6 +67,35 @@ def show_estimate(spec: Spec, estimate: Estimate, limit: str, advice: list[str],
     """Print an estimate: its terms, whether it fits, when memory peaks, and advice. `limit` names the budget."""
     say = printer(console)
     _show_title(spec, estimate, console)
+    _show_fit(estimate, console)
+    limited = f" The budget is set by {limit}." if estimate.budget_bytes is not None else ""
+    say(f"All figures are by arithmetic: nothing was run.{limited}")
+    if advice:
+        say("")
+        say("Advice", "bold")
+    for line in advice:
+        say(line, indent="  ", hanging="    ")
+
+
+def show_task_estimate(name: str, estimate: Estimate, limit: str, console: "Console") -> None:
+    """Print the estimate of a task: as that of a spec, with the parts of the model at the peak."""
+    assert isinstance(estimate.candidate, Candidate)
+    say, steps = printer(console), f", T = {estimate.steps:,}" if estimate.steps else ""
+    say(f"{name}{steps} on {estimate.device}", "bold")
+    say(sentence(candidate_words(msgspec.structs.replace(estimate.candidate, engine=estimate.engine))))
+    say("")
+    _show_fit(estimate, console)
+    rows = tuple((part, format_bytes(size)) for part, size in [*estimate.parts.items()][:PARTS])
+    say("")
+    show_table(Table(header=("parts at the peak", ""), rows=rows, align="lr"), console)
+    say("")
+    for note in (*estimate.notes, f"The budget is set by {limit}."):
+        say(note)
+
+
+def _show_fit(estimate: Estimate, console: "Console") -> None:
+    """Print the terms, whether they fit, and when memory peaks."""
+    say = printer(console)
     show_table(_terms(estimate, console.width), console)
     say("")
     if estimate.budget_bytes is not None:
@@ -77,13 +109,6 @@ def show_estimate(spec: Spec, estimate: Estimate, limit: str, advice: list[str],
     say(peak_words(str(estimate.moment)))
     if estimate.host_bytes:
         say(f"It also needs {format_bytes(int(estimate.host_bytes))} of host memory.")
-    limited = f" The budget is set by {limit}." if estimate.budget_bytes is not None else ""
-    say(f"All figures are by arithmetic: nothing was run.{limited}")
-    if advice:
-        say("")
-        say("Advice", "bold")
-    for line in advice:
-        say(line, indent="  ", hanging="    ")
 
 
 def title(spec: Spec, estimate: Estimate) -> str:

@@ -352,13 +352,14 @@ class Batches:
         long = self.samples.nearest(1, None)
         return find_layout(make(short), make(short * 2), make(short * 3), make(short + long), make(long * 2))
 
-    def pieces(self, rows: int, steps: int | None, microbatch: int) -> list[Any]:
-        """A batch in microbatches: split, or where that is impossible, collated from fewer samples."""
+    def split(self, batch: Any, microbatch: int, steps: int | None = None) -> list[Any]:
+        """Split a batch that `make` made into microbatches, or where that is impossible, collate fewer samples."""
         try:
-            return split(self.make(rows, steps), self.layout, microbatch)
+            return split(batch, self.layout, microbatch)
         except MisuseError:
             if self.samples is None:
                 raise
+        rows = count_rows(batch, self.layout)
         chosen = self.samples.nearest(rows, steps)
         return [self.samples.make(chosen[start : start + microbatch]) for start in range(0, rows, microbatch)]
 

@@ -71,14 +71,13 @@ def seed(number: int = 0) -> None:
     torch.manual_seed(number)
 
 
-def ask(fields: dict[str, Any]) -> Answer:
-    """Answer a question given by its fields: the parent does not import this module, since torch takes seconds."""
-    return answer(Question(**fields))
+def answer(fields: dict[str, Any]) -> Answer:
+    """Try the task, measure what the process needs without it, and trace or fit one step.
 
-
-def answer(question: Question) -> Answer:
-    """Try the task, measure what the process needs without it, and trace or fit one step."""
-    task, device = load(question.source), Cpu()
+    The fields are those of a `Question`: the parent does not import this module, since torch takes seconds.
+    """
+    question, device = Question(**fields), Cpu()
+    task = load(question.source)
     device.enforce(question.limit_bytes)
     batches = Batches(task)
     seed()

@@ -1,13 +1,12 @@
 """The estimate of a task: a child process traces one step, and its bytes become the terms and parts of an estimate."""
 
 import math
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from oomguard._core.errors import MisuseError, flag
-from oomguard._core.system import run_elsewhere
 from oomguard._core.units import format_seconds
-from oomguard._device.cpu import Cpu
 from oomguard._estimate.breakdown import KNOWN, Estimate
 from oomguard._estimate.call import Count
 from oomguard._estimate.malloc import ENVIRONMENT, heap_of, reserved_bytes
@@ -15,7 +14,8 @@ from oomguard._estimate.margins import OFFSET_BYTES, allocator_on, bare
 from oomguard._estimate.moments import MATH_BUFFER_BYTES, TERMS
 from oomguard._estimate.target import CUBLAS_HANDLES, Target
 from oomguard._spec.candidate import KNOBS, Candidate
-from oomguard._task.task import Task, packed
+from oomguard._task.ask import ask, send
+from oomguard._task.task import Task
 
 if TYPE_CHECKING:
     from oomguard._task.child import Answer
@@ -32,10 +32,19 @@ def estimate_task(
     candidate = Candidate(**{"microbatch": 1} | knobs)
     _check_counted(candidate)
     rows, heap = knobs.get("microbatch"), heap_of(candidate.allocator, "native")
-    answer = _ask(_send(task, rows, steps), seconds, ENVIRONMENT[heap], {
-        "rows": rows, "steps": steps, "target": target, "heap": heap, "segments": candidate.segments,
-        "accumulation": candidate.accumulation, "limit_bytes": Cpu().budget().left_bytes,
-    })  # fmt: skip
+    question = {"source": send(task, rows, steps), "rows": rows, "steps": steps, "target": target, "heap": heap}
+    question |= {"segments": candidate.segments, "accumulation": candidate.accumulation}
+    answer: Answer | None = None
+    for traced in (True, False):
+        with suppress(TimeoutError):  # a trace that takes too long is followed by a fit
+            answer = ask("child", "answer", question | {"traced": traced}, seconds, ENVIRONMENT[heap])
+            break
+    if answer is None:
+        raise MisuseError(
+            rule=f"The estimate of a task takes at most {format_seconds(seconds)}",
+            got="neither a trace nor tiny passes were done by then",
+            advice="Give shorter sequences or fewer rows.",
+        )
     return to_estimate(answer, Candidate(**knobs | {"microbatch": answer.rows}), target)
 
 
@@ -45,42 +54,6 @@ def _check_counted(candidate: Candidate) -> None:
             got = f"got {flag(name)} {getattr(candidate, name)}"
             advice = f"Leave it out, or change one of {', '.join(map(flag, COUNTED))}."
             raise MisuseError(rule="The estimate of a task does not count every knob", got=got, advice=advice)
-
-
-def _send(task: Task | str, rows: int | None, steps: int | None) -> str | bytes:
-    """The name of a task, or the task as bytes, with only those samples of its data that the child needs."""
-    if isinstance(task, str):
-        return task
-    if task.data is not None:
-        from oomguard._task.batches import Batches
-
-        samples = Batches(task).samples
-        assert samples is not None
-        data: Any = samples.reduced(rows or samples.batch_size or 1, steps)
-        task = replace(task, data=data)
-    return packed(task)
-
-
-def _ask(source: str | bytes, seconds: float, variables: dict[str, str], fields: dict[str, Any]) -> "Answer":
-    """Ask a child, and another one for a fit if a trace takes too long."""
-    for traced in (True, False):
-        try:
-            question = {"source": source, "traced": traced, **fields}
-            answer: Answer = run_elsewhere(
-                "oomguard._task.child", "ask", question, seconds=seconds, variables=variables
-            )
-            return answer
-        except TimeoutError:
-            continue
-        except ChildProcessError as error:
-            advice = "Run the loss on one small batch to see why; it may have run out of memory."
-            got = f"the process that ran it ended early ({error})"
-            raise MisuseError(rule="A task must survive a tiny step", got=got, advice=advice) from None
-    raise MisuseError(
-        rule=f"The estimate of a task takes at most {format_seconds(seconds)}",
-        got="neither a trace nor tiny passes were done by then",
-        advice="Give shorter sequences or fewer rows.",
-    )
 
 
 def to_estimate(answer: "Answer", candidate: Candidate, target: Target) -> Estimate:
@@ -94,7 +67,7 @@ def to_estimate(answer: "Answer", candidate: Candidate, target: Target) -> Estim
         return runtime + int(reserved_bytes(used, expandable=expandable) if target.cuda else used)
 
     used_bytes, labels = step.moments[step.peak]
-    terms: dict[str, Count] = dict.fromkeys(TERMS, 0) | {"runtime": runtime}
+    terms: dict[str, Count] = {name: runtime if name == "runtime" else 0 for name in TERMS}
     parts: dict[str, int] = {}
     for (term, part), size in labels.items():
         terms[term] += size

@@ -29,14 +29,14 @@ Label = tuple[str, str]  # the term that bytes count to, and the part of the mod
 Moment = tuple[str, str]  # the phase of the step (forward, backward, optimizer), and the part that runs
 
 
-class Live(TorchDispatchMode):
+class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts live storages by term and part. The peak and its terms are kept for every moment of a step.
 
     On the CPU, small blocks live in the C heap. What that once held stays resident, so its largest size counts.
     """
 
     def __init__(self, heap: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.heap = heap  # the heap of the process as `malloc` names it; "cuda" for a card
         self.term, self.part, self.phase = "activations", "", "forward"
         self.small = False  # whether blocks count as small ones, whatever their size

@@ -47,7 +47,7 @@ class Task:
     model: "Callable[[], nn.Module] | nn.Module"
     """A function that builds the module, or the module itself."""
     loss: Callable[..., Any]
-    """The loss of a batch: `loss(model, batch)`, or `loss(model, batch, state)`, which returns `(sum, count, state)`."""
+    """The loss of a batch. With a third parameter, the state, it returns `(sum, count, state)` of a piece."""
     data: "DataLoader[Any] | None" = None
     """A DataLoader of a dataset with indices. Batches are collated from chosen samples by its `collate_fn`."""
     batch: Callable[[int, int], Any] | None = None
@@ -113,7 +113,7 @@ def line_of(function: Any) -> str:
     while isinstance(function, partial):
         function = function.func
     plain = inspect.unwrap(function)
-    code = getattr(plain, "__code__", None) or getattr(getattr(type(plain), "__call__", None), "__code__", None)
+    code = getattr(plain, "__code__", None) or getattr(vars(type(plain)).get("__call__"), "__code__", None)
     if code is not None:
         return f"{code.co_filename}:{code.co_firstlineno}"
     try:
@@ -141,7 +141,7 @@ def _own_line(error: BaseException) -> str | None:
     """The last line of a traceback that is neither in oomguard nor in an installed package, as `file:line`."""
     ours = str(Path(__file__).parents[1])
     libraries = (ours, sys.base_prefix + os.sep + "lib", f"{os.sep}site-packages{os.sep}", "<frozen")
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__)]
+    frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not any(part in frame.filename for part in libraries)]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else None
 

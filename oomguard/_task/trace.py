@@ -14,8 +14,8 @@ from torch.nn.modules import module as hooks
 from oomguard._core.errors import MisuseError, shown
 from oomguard._estimate.target import Target
 from oomguard._task.batches import mapped
+from oomguard._task.kernels import Kernels
 from oomguard._task.live import Label, Live, Moment
-from oomguard._task.rnn import Kernels
 from oomguard._task.task import Task, line_of, user_code
 
 NODE_BYTES = 575
@@ -41,7 +41,7 @@ class Trace:
 
 def build(task: Task) -> nn.Module:
     """The module of a task."""
-    made = task.model
+    made: Any = task.model
     if not isinstance(made, nn.Module):
         with user_code("model() must build a module", made, "Correct that line."):
             made = made()
@@ -128,7 +128,8 @@ def _count(live: Live, model: nn.Module, batch: Any) -> None:
         mapped(lambda one: live.track(one), batch)
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda one: live.label(one.grad, "gradients"))
+            hook: Callable[..., Any] = parameter.register_post_accumulate_grad_hook
+            hook(lambda one: live.label(one.grad, "gradients"))
 
 
 def _step(task: Task, model: nn.Module, batch: Any, optimizer: Any, live: Live, passes: int) -> None:

@@ -117,7 +117,7 @@ class Kernels(TorchFunctionMode):
             return "cudnn", cudnn.footprint(call, self.target, half=half, batch_first=sequence.batch_first)
         even = sequence.sizes is None or int(sequence.sizes[0]) == int(sequence.sizes[-1])
         fast = call.cell == "lstm" and call.projection is None and even and sequence.inputs.dtype == torch.float32
-        if fast and torch._C._get_mkldnn_enabled():  # type: ignore[attr-defined]
+        if fast and torch._C._get_mkldnn_enabled():
             return "onednn", onednn.footprint(call, heap=self.live.heap)
         return "native", native.footprint(call, heap=self.live.heap)
 
@@ -133,7 +133,9 @@ class Kernels(TorchFunctionMode):
         lengths = (sizes[None, :] > torch.arange(rows)[:, None]).sum(1)
         return y.transpose(0, 1) if batch_first else y, lengths
 
-    def _ctc(self, log_probs: Tensor, targets: Tensor, inputs: Any, lengths: Any, *options: Any, **named: Any) -> Tensor:
+    def _ctc(
+        self, log_probs: Tensor, targets: Tensor, inputs: Any, lengths: Any, *options: Any, **named: Any
+    ) -> Tensor:
         longest = int(lengths.max()) if isinstance(lengths, Tensor) else max(lengths)
         rows = log_probs.shape[1] if log_probs.dim() == 3 else 1
         table = rows * log_probs.shape[0] * (2 * longest + 1) * log_probs.element_size()
@@ -143,7 +145,7 @@ class Kernels(TorchFunctionMode):
 
 
 def read_call(cell: str, args: Any) -> Sequence:
-    """The arguments of a recurrent function of PyTorch: padded (`x, h, weights, ...`) or packed (`x, sizes, h, ...`)."""
+    """Read the arguments of a recurrent function of PyTorch: padded (`x, h, weights`) or packed (`x, sizes, h`)."""
     packed = isinstance(args[3], list | tuple) and isinstance(args[1], Tensor)
     if packed:
         x, sizes, h, weights, _, layers, dropout, training, both = args[:9]
@@ -165,7 +167,7 @@ def read_call(cell: str, args: Any) -> Sequence:
 
 
 def _in_segments(footprint: Footprint, call: Call, pieces: int) -> Footprint:
-    """A layer in segments: it keeps the states at the borders; backward runs one segment again and differentiates it."""
+    """A layer in segments keeps the states at the borders; backward runs one segment again and differentiates it."""
     states = call.output + (call.hidden if call.cell == "lstm" else 0)
     element: Any = call.element_bytes
     output, entry = element * call.tokens * call.output, element * call.tokens * call.inputs

@@ -1,0 +1,154 @@
+"""Check whether a knob keeps the gradient of a task: a child compares it with the plain step's, in double precision."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from oomguard._core.errors import MisuseError
+from oomguard._device.cpu import Cpu
+from oomguard._task.ask import ask, send
+from oomguard._task.batches import TINY_STEPS, Batches, count_rows, mapped
+from oomguard._task.child import load, seed
+from oomguard._task.task import Task
+from oomguard._task.trace import build, evaluate
+
+ROWS, MICROBATCH = 6, 2  # rows of the tiny batch, and of the microbatches that it is split into
+SECONDS = 180.0  # time limit of the child
+TOLERANCE = 1e-8
+"""The largest difference of gradients, relative to the largest entry, that counts as rounding in double precision."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Whether a knob is exact on a task, or lossy and why."""
+
+    knob: str
+    exact: bool
+    error: float  # the largest difference of the gradients, relative to their largest entry
+    reason: str = ""  # why it is lossy, as a sentence; empty if it is exact
+
+
+def check_task(task: Task | str, *, seconds: float = SECONDS) -> dict[str, Finding]:
+    """Compare the gradient of every knob with the plain step's on a tiny batch, in a child process."""
+    try:
+        found: dict[str, Finding] = ask("check", "findings", {"source": send(task, ROWS)}, seconds)
+    except TimeoutError as error:
+        advice = "Give a task with shorter samples."
+        raise MisuseError(rule="A tiny step must be quick", got=str(error), advice=advice) from None
+    return found
+
+
+class Trial(NamedTuple):
+    """A task with a model in double precision, and batches to try it on."""
+
+    task: Task
+    model: nn.Module
+    batches: Batches
+
+    def gradient(self, pieces: list[Any], rows: list[int]) -> Tensor:
+        """The gradient of the mean loss over pieces of a batch. The random state is the same for every piece."""
+        model, weights = copy.deepcopy(self.model), list[Any]()
+        for piece, count in zip(pieces, rows, strict=True):
+            seed()
+            total, weight = evaluate(self.task, model, mapped(_as_double, piece))
+            (total * count if weight is None else total).backward()  # type: ignore[no-untyped-call]
+            weights.append(count if weight is None else weight)
+        given = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
+        return torch.cat([one.to_dense().flatten() for one in given]) / float(sum(weights))
+
+    def rows(self, pieces: list[Any]) -> list[int]:
+        """The rows of every piece."""
+        return [count_rows(piece, self.batches.layout) for piece in pieces]
+
+
+def findings(question: dict[str, Any]) -> dict[str, Finding]:
+    """Check every knob. Runs in the child."""
+    task = load(question["source"])
+    Cpu().enforce(question["limit_bytes"])
+    trial = Trial(task, build(task).to("cpu").double().train(), Batches(task))
+    with _Expected():  # type: ignore[no-untyped-call]
+        return {knob: check(trial) for knob, check in CHECKS.items()}
+
+
+def check_microbatch(trial: Trial) -> Finding:
+    """Compare the gradient of microbatches with that of the whole batch."""
+    try:
+        whole, pieces = _batches(trial)
+    except MisuseError as error:
+        return Finding("microbatch", False, float("inf"), str(error))
+    plain = trial.gradient([whole], [ROWS])
+    difference = _difference(plain, trial.gradient(pieces, trial.rows(pieces)))
+    reason = "" if difference <= TOLERANCE else _reason(trial, whole, pieces, plain)
+    return Finding("microbatch", not reason, difference, reason)
+
+
+CHECKS: dict[str, Callable[[Trial], Finding]] = {"microbatch": check_microbatch}
+"""The check of every knob that can change the gradient of a task."""
+
+
+def _batches(trial: Trial) -> tuple[Any, list[Any]]:
+    """A batch of samples of unequal length, and its microbatches."""
+    seed()
+    samples, batches = trial.batches.samples, trial.batches
+    steps = TINY_STEPS if samples is None else sum(samples.lengths.values()) // len(samples.lengths)
+    whole = batches.make(ROWS, steps)
+    return whole, batches.split(whole, MICROBATCH, steps)
+
+
+def _reason(trial: Trial, whole: Any, pieces: list[Any], plain: Tensor) -> str:
+    """Find out why microbatches give another gradient, by trying what would explain it."""
+    rows = trial.rows(pieces)
+    if _difference(plain, trial.gradient([whole], [ROWS])) > TOLERANCE:
+        return "The loss is random in a way that seeds do not govern."
+    with _frozen_statistics(trial.model) as frozen:
+        if frozen and _equal(trial, whole, pieces):
+            return f"BatchNorm uses the statistics of the whole batch ({', '.join(frozen)})."
+    if _difference(plain, trial.gradient(pieces, [1] * len(pieces)) * len(pieces)) <= TOLERANCE:
+        return "The loss is a sum over the batch, not a mean: return (sum, number of rows)."
+    samples = trial.batches.samples
+    if samples is not None:
+        same = samples.nearest(1, None)
+        even = [samples.make(same * count) for count in (ROWS, *rows)]
+        if _equal(trial, even[0], even[1:]):
+            return "The mean is over time steps, and rows have unequal lengths: return (sum, weight)."
+    return "The loss or the model uses statistics of the whole batch."
+
+
+def _equal(trial: Trial, whole: Any, pieces: list[Any]) -> bool:
+    found = trial.gradient(pieces, trial.rows(pieces))
+    return _difference(trial.gradient([whole], [ROWS]), found) <= TOLERANCE
+
+
+def _difference(plain: Tensor, other: Tensor) -> float:
+    return float((plain - other).abs().max() / plain.abs().max().clamp(min=1e-300))
+
+
+def _as_double(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+@contextmanager
+def _frozen_statistics(model: nn.Module) -> Iterator[list[str]]:
+    """Let BatchNorm use its running statistics; the names of these layers."""
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm) and layer.training}
+    for layer in layers.values():
+        layer.eval()
+    yield [*layers]
+    for layer in layers.values():
+        layer.train()
+
+
+class _Expected(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dropout as its expected value: the masks of microbatches are others than those of the whole batch, by chance."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.bernoulli_.float:
+            return args[0].fill_(args[1] if len(args) > 1 else 0.5)
+        return function(*args, **(kwargs or {}))
