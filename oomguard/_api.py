@@ -82,11 +82,10 @@ def _estimate_task(
 
     check_names("knob", fields, KNOBS)
     check_whole("steps", steps, 1, MAX_SEQ)
-    if not training or candidate is not None:
-        what = "an evaluation pass" if not training else "a Candidate"
-        advice = "Give its knobs by name: estimate(task, microbatch=8, segments=4)."
-        raise MisuseError(rule="The estimate of a task is one training step", got=f"got {what}", advice=advice)
-    return estimate_task(task, fields, target, steps=steps)
+    if candidate is not None:
+        advice = "Give them as estimate(task, microbatch=8, segments=4)."
+        raise MisuseError(rule="The knobs of a task are given by name", got="got a Candidate", advice=advice)
+    return estimate_task(task, fields, target, steps=steps, training=training)
 
 
 def probe(

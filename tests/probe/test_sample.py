@@ -10,7 +10,7 @@ from oomguard._core.units import GIB
 from oomguard._device.find import open_device
 from oomguard._estimate.terms import longest_tokens
 from oomguard._probe.record import Request
-from oomguard._probe.sample import Meter, longest_lengths, random_microbatch, tiny_candidate, tiny_spec
+from oomguard._probe.sample import SpecMeter, longest_lengths, random_microbatch, tiny_candidate, tiny_spec
 from oomguard._rnn import Microbatch
 from oomguard._spec.spec import Spec
 
@@ -19,9 +19,9 @@ def dice(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def meter(spec: Spec, **knobs: int) -> Meter:
+def meter(spec: Spec, **knobs: int) -> SpecMeter:
     request = Request(spec=spec, candidate=one_thread(spec, **knobs), device="cpu", budget_bytes=GIB)
-    return Meter(request, open_device("cpu"))
+    return SpecMeter(request, open_device("cpu"))
 
 
 @given(specs())
