@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import random
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ Layout = dict[Path, Axis]
 
 def children(value: Any) -> dict[Hashable, Any]:
     """The parts of a list, tuple, mapping, dataclass or other object by key; empty for a tensor or a plain value."""
-    if isinstance(value, _LEAVES) or isinstance(value, type) or callable(value):
+    if isinstance(value, _LEAVES) or callable(value):
         return {}
     if isinstance(value, Mapping):
         return dict(value)
@@ -95,8 +96,8 @@ def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 def find_layout(one: Any, two: Any, three: Any, mixed: Any = None, longer: Any = None) -> Layout:
     """Find where a batch holds its rows, by comparing batches of one, two and three equal samples.
 
-    Flat parts hold rows x steps in one dimension. `longer` has two longer samples, `mixed` one of each length: they show
-    whether flat parts are padded. A function that makes random batches has no equal samples: `one` is None then.
+    Flat parts hold rows x steps in one dimension. `longer`, of two longer samples, and `mixed`, of one of each length,
+    show whether they are padded. A function that makes random batches has no equal samples: `one` is None then.
     """
     found = dict(_axes((), one, two, three))
     singles, parts = dict(leaves(one)), dict(leaves(two))
@@ -283,14 +284,14 @@ class Samples:
 
 
 def look(loader: Any) -> Samples:
-    """Look at the lengths of some samples of a DataLoader, evenly spaced over the dataset."""
+    """Look at the lengths of some samples of a DataLoader, chosen at random."""
     dataset, total = loader.dataset, len(loader.dataset)
     if not total:
         raise MisuseError(rule="The dataset must have samples", got="it has none", advice="Check how it is loaded.")
     shapes: dict[int, dict[Path, tuple[int, ...]]] = {}
     deadline = time.monotonic() + LOOK_SECONDS
     with user_code("The dataset must return its samples by index", type(dataset), "Correct its __getitem__."):
-        for index in range(0, total, -(-total // LOOKED_AT)):
+        for index in random.Random(0).sample(range(total), min(total, LOOKED_AT)):
             shapes[index] = sizes(dataset[index])
             if time.monotonic() > deadline:
                 break

@@ -3,6 +3,7 @@
 import math
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -177,15 +178,14 @@ def _fitted(task: Task, batches: Batches, question: Question, rows: int, why: st
 def _grown(traces: list[Trace], points: list[tuple[int, int]], goal: tuple[int, int]) -> Any:
     """The moments that all traces have, at another number of rows and steps."""
     found = {}
-    for moment in set.intersection(*({*trace.moments} for trace in traces)):
-        sizes = [trace.moments[moment][1] for trace in traces]
+    for moment in set.intersection(*({*one.moments} for one in traces)):
+        totals, sizes = zip(*(one.moments[moment] for one in traces), strict=True)
         labels = {label: _extrapolate(points, [one.get(label, 0) for one in sizes], goal) for label in sizes[-1]}
-        total = _extrapolate(points, [trace.moments[moment][0] for trace in traces], goal)
-        found[moment] = total, {label: max(0, size) for label, size in labels.items()}
+        found[moment] = _extrapolate(points, totals, goal), {label: max(0, size) for label, size in labels.items()}
     return found
 
 
-def _extrapolate(points: list[tuple[int, int]], values: list[int], goal: tuple[int, int]) -> int:
+def _extrapolate(points: list[tuple[int, int]], values: Sequence[int], goal: tuple[int, int]) -> int:
     """The value at a goal by the least squares of constant, rows, steps and their product."""
 
     def terms(rows: int, steps: int) -> list[float]:

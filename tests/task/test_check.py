@@ -1,0 +1,34 @@
+"""Checks of knobs: which are exact on a task, and why others are not."""
+
+import pytest
+from task import models
+
+from oomguard._task.check import check_task, findings
+
+
+@pytest.mark.parametrize("name", ["word_model", "dropped_out", "tagger", "translator", "forecast", "weight_drop"])
+def test_microbatches_are_exact(name: str) -> None:
+    found = findings({"source": f"task.models:{name}", "limit_bytes": 1 << 40})["microbatch"]
+    assert found.exact, found.reason
+    assert found.error < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("normed", r"BatchNorm uses the statistics of the whole batch (norm)."),
+        ("summed_tagger", "The loss is a sum over the batch, not a mean"),
+        ("token_mean_tagger", "The mean is over time steps, and rows have unequal lengths"),
+        ("contrast_tagger", "uses statistics of the whole batch"),
+    ],
+)
+def test_lossy_microbatches_are_recognised_with_their_reason(name: str, reason: str) -> None:
+    found = findings({"source": f"task.models:{name}", "limit_bytes": 1 << 40})["microbatch"]
+    assert not found.exact
+    assert reason in found.reason
+    assert found.error > 1e-4
+
+
+def test_flat_targets_are_exact_in_microbatches() -> None:
+    found = check_task(models.speech)["microbatch"]
+    assert found.exact, found.reason

@@ -1,0 +1,265 @@
+"""The estimate of a task: what a trace counts, what happens where nothing can be traced, and bad input."""
+
+import inspect
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+from surface import freeze
+from task import models
+from task.models import Forecast, WordModel, carried, likelihood, squares, text, waves
+from torch import Tensor, nn
+
+import oomguard
+from oomguard import MisuseError, Task
+from oomguard._estimate.cards import card
+from oomguard._estimate.target import CPU, on_card
+from oomguard._task.batches import Batches, mapped
+from oomguard._task.estimate import estimate_task
+from oomguard._task.trace import Trace, build, evaluate, make_optimizer, trace
+
+TASKS = {
+    name: value for name, value in vars(models).items() if isinstance(value, Task) and name != "contrast_tagger"
+}
+each = pytest.mark.parametrize("name", TASKS)
+
+
+def traced(task: Task, rows: int = 4, steps: int = 12, **how: Any) -> Trace:
+    batches = Batches(task)
+    batch = batches.make(rows, steps if task.batch is not None else None)
+    torch.manual_seed(0)
+    return trace(task, build(task), batch, how.pop("target", CPU), heap="tight", **how)
+
+
+def peak_bytes(step: Trace) -> int:
+    return step.moments[step.peak][0]
+
+
+@each
+def test_a_trace_counts_what_a_real_pass_counts(name: str) -> None:
+    models.random.seed(0)
+    fake, real = traced(TASKS[name]), traced(TASKS[name], fake=False)
+    assert peak_bytes(fake) == pytest.approx(peak_bytes(real), rel=0.02)
+    assert fake.cells == real.cells
+
+
+@each
+def test_terms_are_complete_on_the_cpu_and_on_a_card(name: str) -> None:
+    for target in (CPU, on_card(card("t4"))):
+        step = traced(TASKS[name], target=target)
+        _, labels = step.moments[step.peak]
+        assert {"weights", "input"} <= {term for term, _ in labels}
+        assert sum(labels.values()) <= peak_bytes(step)
+        assert step.engine == ("" if name == "feed_forward" else step.engine)
+        assert not target.cuda or step.engine in ("cudnn", "")
+
+
+OPTIMIZERS = [
+    one
+    for one in vars(torch.optim).values()
+    if inspect.isclass(one) and one.__module__.startswith("torch.optim.") and one.__name__ not in ("Optimizer", "LBFGS")
+]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
+def test_the_state_of_every_optimizer_is_counted(kind: Any) -> None:
+    if kind.__name__ in ("SparseAdam", "Muon"):  # for sparse gradients, and for matrices only
+        pytest.skip("it does not train this model")
+    task = Task(model=Forecast, loss=likelihood, batch=lambda r, s: torch.randn(r, s, 2), optimizer=lambda p: kind(p))
+    model = build(task)
+    optimizer = make_optimizer(task, model)
+    evaluate(task, model, torch.randn(2, 5, 2))[0].backward()
+    optimizer.step()
+    sizes: list[int] = []
+    for state in optimizer.state.values():
+        mapped(lambda one: sizes.append(one.untyped_storage().nbytes()), dict(state))
+    step = traced(task)
+    found = [labels for (phase, _), (_, labels) in step.moments.items() if phase == "backward"]
+    assert max(sum(n for (term, _), n in labels.items() if term == "optimizer") for labels in found) == sum(sizes)
+
+
+def test_held_gradients_of_an_accumulation_count() -> None:
+    once, twice = (traced(models.word_model, rows=1, steps=2, passes=passes) for passes in (1, 2))
+    assert peak_bytes(twice) > peak_bytes(once)
+
+
+def test_segments_lower_the_peak_of_a_long_sequence() -> None:
+    plain, cut = (traced(models.word_model, steps=2000, segments=segments) for segments in (1, 20))
+    rnn = [max(n for (_, part), (n, _) in one.moments.items() if part == "rnn") for one in (plain, cut)]
+    assert rnn[1] < rnn[0]
+
+
+def test_parts_are_named_by_module_and_logits_are_recognised() -> None:
+    class Wide(WordModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decoder = nn.Linear(8, 3000)
+
+    task = Task(model=Wide, loss=carried, batch=text)
+    found = oomguard.estimate(task, microbatch=8, steps=40, device="t4")
+    assert next(iter(found.parts)) == "decoder (logits)"
+    assert {"rnn", "encoder", "batch", "optimizer state"} <= {*found.parts}
+    assert sum(found.terms.values()) == found.total_bytes
+    assert found.terms["logits"] > 3000 * 320 * 4
+    assert found.moment == "backward of the loss"
+    assert (found.engine, found.steps, found.candidate.microbatch) == ("cudnn", 40, 8)
+    assert found.reserved_bytes is not None
+    assert found.reserved_bytes > (found.allocated_bytes or 0) > 0
+
+
+class Looking(Forecast):
+    """A model that looks into its data, as many do: lengths, masks, checks for NaN."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        lengths = torch.full((len(x),), x.shape[1], dtype=torch.int64)
+        mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
+        mean, scale = super().forward(x)
+        if torch.isnan(mean).any() or mean.abs().max().item() > 1e9:
+            raise ValueError("not finite")
+        assert mean[mask].shape == (int(mask.sum()),)
+        return mean.masked_fill(~mask, 0.0), scale
+
+
+def test_a_model_that_looks_into_whole_numbers_and_checks_for_nan_is_traced() -> None:
+    task = Task(model=Looking, loss=likelihood, batch=lambda rows, steps: torch.randn(rows, steps, 2))
+    assert traced(task).cells == ("gru",)
+
+
+class Opaque(nn.Module):
+    """A model that leaves torch for a moment, which fake tensors cannot follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(3, 16), nn.Linear(16, 40)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(torch.from_numpy(x.numpy() * 2.0))[0])
+
+
+class Staircase(Opaque):
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.numpy() is not None
+        wide = super().forward(x) if x.shape[0] < 40 else super().forward(x).repeat(1, 1, 30)
+        return wide
+
+
+def test_a_model_that_cannot_be_traced_is_extrapolated_from_tiny_passes() -> None:
+    class Clear(Opaque):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.rnn(x * 2.0)[0])
+
+    found, expected = (
+        estimate_task(Task(model=kind, loss=squares, batch=waves), {"microbatch": 16}, CPU, steps=200)
+        for kind in (Opaque, Clear)
+    )
+    assert "extrapolated" in found.notes[0]
+    assert found.growth_bytes == pytest.approx(expected.growth_bytes, rel=0.05)
+
+
+def test_no_estimate_is_given_where_a_held_out_pass_disagrees() -> None:
+    with pytest.raises(MisuseError, match="must grow evenly with rows and length.* No estimate can be given"):
+        estimate_task(Task(model=Staircase, loss=squares, batch=waves), {"microbatch": 16}, CPU, steps=200)
+
+
+# ---- bad input
+
+
+def returns_rows(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).mean((0, 2))
+
+
+def returns_nan(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).mean() / 0.0 * 0.0
+
+
+def detached(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).mean().detach()
+
+
+def elsewhere(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch.to("meta")).mean()
+
+
+def dies(model: nn.Module, batch: Tensor) -> Tensor:
+    os._exit(7)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (returns_rows, r"must be one number, but .*test_estimate\.py:\d+ returned a tensor of shape \(2,\)"),
+        (returns_nan, r"must be finite, but .*test_estimate\.py:\d+ returned nan"),
+        (detached, r"must depend on the parameters, but .*test_estimate\.py:\d+"),
+        (elsewhere, r"test_estimate\.py:\d+ raised \w+: .* device"),
+        (dies, "its process ended early"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_wrong_loss_is_refused_with_the_line_of_the_user(loss: Any, message: str) -> None:
+    with pytest.raises(MisuseError, match=message):
+        oomguard.estimate(Task(model=lambda: nn.Linear(3, 2), loss=loss, batch=waves), microbatch=2, steps=5)
+
+
+def test_a_task_that_takes_too_long_is_given_up() -> None:
+    def slow(model: nn.Module, batch: Tensor) -> Tensor:
+        time.sleep(60)
+        return squares(model, batch)
+
+    with pytest.raises(MisuseError, match="takes at most 2.0 s"):
+        estimate_task(Task(model=Forecast, loss=slow, batch=waves), {}, CPU, steps=5, seconds=2.0)
+
+
+def test_a_function_of_rows_and_steps_needs_steps() -> None:
+    with pytest.raises(MisuseError, match="needs a number of steps"):
+        oomguard.estimate(models.forecast, microbatch=2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden": 8}, "Unknown knob 'hidden'"),
+        ({"precision": "bf16"}, "does not count every knob, but got --precision bf16"),
+        ({"training": False}, "got an evaluation pass"),
+        ({"steps": 0}, "--steps must be a whole number"),
+        ({"microbatch": 0}, "--microbatch must be a whole number"),
+    ],
+)
+def test_other_fields_than_knobs_of_a_task_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(MisuseError, match=message):
+        oomguard.estimate(models.forecast, **{"steps": 5} | fields)
+
+
+# ---- by name, on the command line
+
+
+def test_a_task_is_estimated_by_name_on_the_command_line() -> None:
+    ran = freeze.run("estimate --model task.models:tagger --microbatch 6 --budget 4GiB --json")
+    assert ran.code == 0, ran.err
+    document = ran.document
+    assert document["candidate"]["microbatch"] == 6
+    assert document["notes"] == ["The longest of all 12 samples has 8 steps."]
+    assert "encoder" in document["parts"]
+    assert document["total_bytes"] == sum(document["terms"].values())
+
+
+def test_a_model_without_recurrence_is_estimated_with_a_note() -> None:
+    ran = freeze.run("estimate --model task.models:feed_forward --seq 20 --device t4")
+    assert ran.code == 0, ran.err
+    assert "they will not help" in ran.out
+    assert "parts at the peak" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--model task.models:nothing", "has no nothing"),
+        ("--model task.models:forecast --hidden 8", "--hidden describes a built-in model"),
+        ("--model task.models:forecast", "needs a number of steps"),
+    ],
+)
+def test_wrong_flags_of_a_task_end_with_exit_code_2(flags: str, message: str) -> None:
+    ran = freeze.run(f"estimate {flags}")
+    assert (ran.code, ran.out) == (2, "")
+    assert message in ran.err
