@@ -166,7 +166,7 @@ def apply_gradient(
     return scaler.get_scale() < before, norm
 
 
-def accumulate(
+def accumulate_pieces(
     pieces: Iterable[tuple[Piece, float]],
     loss_of: Callable[[Piece], tuple[Tensor, float | None]],
     optimizer: Optimizer,

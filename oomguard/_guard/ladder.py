@@ -16,6 +16,7 @@ from oomguard._device.budget import Limit, Reading
 from oomguard._device.find import Device
 from oomguard._estimate.breakdown import estimate_step
 from oomguard._plan.buckets import Bucket
+from oomguard._plan.task_value import TaskPlan, TaskRung
 from oomguard._plan.value import Plan, Rung
 from oomguard._predict.calibration import Prediction
 from oomguard._spec.candidate import Candidate
@@ -71,8 +72,12 @@ class LadderRung:
         return next((candidate for longest, candidate in self.buckets if steps <= longest), self.candidate)
 
 
-def make_ladder(plan: Plan) -> tuple[LadderRung, ...]:
+def make_ladder(plan: Plan | TaskPlan) -> tuple[LadderRung, ...]:
     """The plan's candidate and its fallbacks, each with its buckets."""
+    if isinstance(plan, TaskPlan):
+        chosen = TaskRung(candidate=plan.candidate, expected=plan.expected)
+        rungs_of_task = (chosen, *plan.fallbacks)
+        return tuple(LadderRung(candidate=r.candidate, expected=r.expected, buckets=()) for r in rungs_of_task)
     runtime_bytes = int(estimate_step(plan.spec, plan.candidate, plan.where).terms["runtime"])
     growth_bytes = max(1, plan.estimate.total_bytes - runtime_bytes)
     by_length = sorted(plan.buckets, key=lambda bucket: bucket.longest)

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from oomguard._core.errors import MisuseError
 from oomguard._guard import Guard, make_guard
+from oomguard._plan.task_value import TaskPlan
 from oomguard._plan.value import Plan
-from oomguard._step import Clip, accumulate, apply_gradient, as_candidate, check_optimizer
+from oomguard._step import Clip, accumulate_pieces, apply_gradient, as_candidate, check_optimizer
 
 Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | float]]
 """Loss of a model on a batch: its mean over the rows, or a sum and the weight to divide it by."""
@@ -41,7 +41,7 @@ class Stepper(AbstractContextManager["Stepper"]):
         for attempt in self.guard.attempts(self.optimizer):
             with attempt:
                 pieces = self.guard.pieces(batch, self.dim)
-                loss = accumulate(pieces, self._loss_of, self.optimizer, self.scaler)
+                loss = accumulate_pieces(pieces, self._loss_of, self.optimizer, self.scaler)
         apply_gradient(self.optimizer, partial(self.guard.update, self.optimizer), self.scaler, self.clip)
         return loss
 
@@ -65,7 +65,7 @@ class Stepper(AbstractContextManager["Stepper"]):
 
 
 def stepper(
-    plan: Plan | int | str | None,
+    plan: Plan | TaskPlan | int | str | None,
     model: nn.Module,
     loss: Loss,
     optimizer: Optimizer,
@@ -99,6 +99,6 @@ def stepper(
     """
     check_optimizer(optimizer)
     device = device or str(optimizer.param_groups[0]["params"][0].device)
-    own, budget = (plan, None) if isinstance(plan, Plan) else (None, plan)
+    own, budget = (plan, None) if isinstance(plan, Plan | TaskPlan) else (None, plan)
     guard = make_guard(own, budget, microbatch, device, events).__enter__()
     return Stepper(guard=guard, model=model, loss=loss, optimizer=optimizer, clip=clip, scaler=scaler, dim=dim)

@@ -5,7 +5,7 @@ Small probes would see only the optimizer's moment. The trace has all moments, e
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -26,9 +26,10 @@ from oomguard._spec.spec import MAX_BATCH
 from oomguard._task.ask import send
 from oomguard._task.check import Finding, check_task
 from oomguard._task.estimate import to_estimate, trace_task
-from oomguard._task.task import Task
+from oomguard._task.task import Task, name_of
 
 if TYPE_CHECKING:
+    from oomguard._task.batches import Layout
     from oomguard._task.child import Answer
 
 RAN = (Verdict.FITS, Verdict.STRAINED)
@@ -40,6 +41,7 @@ TRACE_ERROR, MARGIN, SMALL_MARGIN = 0.15, 0.03, 0.01
 """Margins as shares of the growth over the runtime: of a trace alone, after a probe of half the rows, and after a probe
 close by. The first is the worst error that a trace may have; probes in the `tight` heap repeat to about 1 %."""
 WORTH = 1.02  # a third probe must promise so many times the rows
+MAX_PROBES = 3
 ROUNDS = 3  # traces that approach the largest microbatch
 
 
@@ -55,8 +57,8 @@ class TaskQuestion:
     fixed: dict[str, Any] = field(default_factory=dict)
     batch: int | None = None  # rows of a batch; None for those of the loader
     steps: int | None = None  # time steps; None for the longest samples
-    max_probes: int = 3
-    seconds: float = 55.0  # time after which no further probe begins that is not needed
+    max_probes: int = MAX_PROBES  # more than `MAX_PROBES` are never needed
+    seconds: float = 55.0  # time after which no third probe begins
 
     def __post_init__(self) -> None:
         check_choice("maximize", self.maximize, ("throughput", "batch"))
@@ -70,15 +72,6 @@ class TaskQuestion:
         check_whole("batch", self.batch, 1, MAX_BATCH)
         check_whole("max_probes", self.max_probes, 1, 100_000, optional=False)
         Candidate(**{"microbatch": 1} | self.fixed)
-
-    @property
-    def name(self) -> str:
-        """The name of the task, or of the function that builds its model."""
-        if isinstance(self.task, str):
-            return self.task
-        model = self.task.model
-        made = model if hasattr(model, "__qualname__") else type(model)
-        return f"{made.__module__}:{made.__qualname__}"  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +159,7 @@ class _Search:
         if self.device is not None:
             free_bytes = usable_bytes(Runner(question.device).free())
         self.budget_bytes = min(free_bytes, question.budget_bytes or free_bytes)
-        self.heap: str | None = question.fixed.get("allocator") or (None if self.target.cuda else "tight")
+        self.heap: Any = question.fixed.get("allocator") or (None if self.target.cuda else "tight")
         self.records: list[TaskRecord] = []
         self.curves: dict[tuple[int, bool], Curve] = {}
         self.findings: dict[str, Finding] = {}
@@ -190,7 +183,7 @@ class _Search:
             choice = choice._replace(rows=max(1, choice.rows // 2))
         best: tuple[Choice, TaskRecord] | None = None
         with Runner(self.question.device) as runner:
-            while choice is not None and len(self.records) < self.question.max_probes:
+            while choice is not None and len(self.records) < min(MAX_PROBES, self.question.max_probes):
                 record = self._probe(runner, choice)
                 if record.verdict.ran:
                     best = choice, record
@@ -204,7 +197,8 @@ class _Search:
         if not record.verdict.ran:
             rows = last.rows // 2 if best is None else (last.rows + best[0].rows) // 2
             return last._replace(rows=rows) if rows > (0 if best is None else best[0].rows) else None
-        if len({one.verdict.ran for one in self.records}) > 1 or time.monotonic() - self.began > self.question.seconds:
+        late = len(self.records) > 1 and time.monotonic() - self.began > self.question.seconds
+        if late or not all(one.verdict.ran for one in self.records):
             return None
         self.curves = {key: curve.corrected_by(last.curve.corrected(record)) for key, curve in self.curves.items()}
         choice = self._pick(MARGIN if len(self.records) == 1 else SMALL_MARGIN)
@@ -220,7 +214,9 @@ class _Search:
     def _curve(self, answers: "Sequence[Answer]", segments: int, **more: Any) -> Curve:
         """The curve through traces."""
         points = {
-            one.rows: to_estimate(one, Candidate(microbatch=one.rows, segments=segments, allocator=self.heap), self.target)
+            one.rows: to_estimate(
+                one, Candidate(microbatch=one.rows, segments=segments, allocator=self.heap), self.target
+            )
             for one in answers
         }
         return Curve(points=tuple(points[rows] for rows in sorted(points)), **more)
@@ -228,7 +224,7 @@ class _Search:
     def _add(self, segments: int, accumulates: bool, answers: "list[Answer]") -> None:
         """Add a curve, and traces where it meets the budget."""
         most = self.rows - 1 if accumulates else MAX_BATCH if self.question.maximize == "batch" else self.rows
-        more = {"waiting_bytes": self.usual.row_bytes, "batch": self.rows} if accumulates else {}
+        more: dict[str, Any] = {"waiting_bytes": self.usual.row_bytes, "batch": self.rows} if accumulates else {}
         more |= next(({"ratio": one.ratio, "runtime_bytes": one.runtime_bytes} for one in self.curves.values()), {})
         run = {"segments": segments, "accumulation": 1 + accumulates}
         if len({one.rows for one in answers}) < 2:
@@ -292,13 +288,15 @@ class _Search:
 
     def _candidate(self, choice: Choice) -> Candidate:
         passes = -(-self.rows // choice.rows) if choice.accumulates else 1
-        knobs = {"allocator": self.heap} | self.question.fixed | {"microbatch": choice.rows, "segments": choice.segments}
+        knobs = (
+            {"allocator": self.heap} | self.question.fixed | {"microbatch": choice.rows, "segments": choice.segments}
+        )
         return Candidate(**knobs, accumulation=passes)
 
     def _probe(self, runner: Runner, choice: Choice) -> TaskRecord:
         source = send(self.question.task, self.rows if choice.accumulates else choice.rows, self.question.steps)
         record = runner.probe_task(
-            name=self.question.name,
+            name=name_of(self.question.task),
             content=source if isinstance(source, bytes) else None,
             candidate=self._candidate(choice),
             rows=self.rows if choice.accumulates else choice.rows,
@@ -326,16 +324,15 @@ class _Search:
         if candidate.precision != "fp32":
             lossy["precision"] = f"The model runs in {candidate.precision}."
         estimate = min(choice.curve.points, key=lambda point: abs(int(point.candidate.microbatch) - choice.rows))
-        parts = [] if usual.layout is None else [*usual.layout.items()]
         return TaskPlan(
-            task=question.name,
+            task=name_of(question.task),
             batch=self.rows if choice.accumulates else choice.rows,
             seq=question.steps,
             candidate=candidate,
             where=self.target,
             budget_bytes=self.budget_bytes,
             asked_budget_bytes=question.budget_bytes,
-            maximize=question.maximize,
+            maximize="batch" if question.maximize == "batch" else "throughput",
             allow=question.allow,
             lossy=lossy,
             estimate=figures(estimate),
@@ -343,10 +340,10 @@ class _Search:
             record=record,
             fallbacks=tuple(self._fallbacks(choice)),
             plain_bytes=self.curves[whole].peak_bytes(self.rows),
-            evaluation_rows=self.evaluation and (self.evaluation.largest(self.budget_bytes, TRACE_ERROR) or None),
-            layout=tuple(
-                Part(path=path, kind=axis.kind, dimension=axis.dimension, lengths=axis.lengths) for path, axis in parts
-            ),
+            evaluation_rows=None
+            if self.evaluation is None
+            else self.evaluation.largest(self.budget_bytes, TRACE_ERROR) or None,
+            layout=_parts(usual.layout),
             row_bytes=usual.row_bytes,
             notes=usual.notes,
             records=tuple(self.records),
@@ -363,9 +360,7 @@ class _Search:
         rows = choice.rows
         while rows > 1:
             rows = -(-rows // 2)
-            smaller = msgspec.structs.replace(
-                self._candidate(choice), microbatch=rows, accumulation=-(-batch // rows)
-            )
+            smaller = msgspec.structs.replace(self._candidate(choice), microbatch=rows, accumulation=-(-batch // rows))
             yield TaskRung(candidate=smaller, expected=choice.curve.prediction(rows, MARGIN))
 
     def _shortfall(self) -> Shortfall:
@@ -374,11 +369,15 @@ class _Search:
         rows = self._least(key)
         passes = -(-self.rows // rows) if key[1] else 1
         ways = []
-        refused = [knob for knob, finding in self.findings.items() if not finding.exact and knob not in self.question.allow]
+        refused = [
+            knob for knob, finding in self.findings.items() if not finding.exact and knob not in self.question.allow
+        ]
         for knob in refused:
             smaller = self._at(key[0], True) if knob == "microbatch" else self._at(SEGMENTS[-1], key[1])
             needed = smaller.safe_bytes(1 if knob == "microbatch" else rows, MARGIN)
-            ways.append(Way(change=f"--allow {knob}", needed_bytes=needed, fits=needed <= self.budget_bytes, allowed=False))
+            ways.append(
+                Way(change=f"--allow {knob}", needed_bytes=needed, fits=needed <= self.budget_bytes, allowed=False)
+            )
         terms = {name: int(size) for name, size in curve.points[0].terms.items()}
         return Shortfall(
             needed_bytes=curve.safe_bytes(rows, MARGIN),
@@ -393,3 +392,12 @@ class _Search:
     def _least(self, key: tuple[int, bool]) -> int:
         """The fewest rows of a microbatch on a curve."""
         return 1 if key[1] or self.question.maximize == "batch" else self.rows
+
+
+def _parts(layout: "Layout") -> tuple[Part, ...]:
+    """The layout of a batch as a plan keeps it; empty if a part of the batch cannot be split, or has another key."""
+    fields = ({"path": path} | asdict(axis) for path, axis in layout.items())
+    try:
+        return tuple(msgspec.convert(part, Part) for part in fields)
+    except msgspec.ValidationError:
+        return ()

@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from oomguard._estimate.target import Target
-from oomguard._plan.value import Amount, Environment, Figures, Some
+from oomguard._plan.buckets import Some
+from oomguard._plan.value import Amount, Environment, Figures
 from oomguard._predict.calibration import Prediction, Size
 from oomguard._probe.record import TaskRecord
 from oomguard._spec.candidate import Candidate
@@ -104,7 +105,7 @@ class TaskPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def _repr_html_(self) -> str:
         """The plan as a notebook shows it."""
-        from oomguard._report.task import explain_task
         from oomguard._report.tables import to_html
+        from oomguard._report.task import explain_task
 
         return to_html(explain_task(self))

@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import GradScaler
 from oomguard._device.find import Device
 from oomguard._probe.record import TaskRequest
 from oomguard._probe.sample import Meter
-from oomguard._step import accumulate, apply_gradient, as_candidate, check_optimizer
+from oomguard._step import accumulate_pieces, apply_gradient, as_candidate, check_optimizer
 from oomguard._task.batches import Batches, mapped, tensors_of
 from oomguard._task.child import load, seed, try_task
 from oomguard._task.task import user_code
@@ -66,11 +66,12 @@ class TaskMeter(Meter):
     def _update(self, pieces: Iterator[Any]) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         with user_code("A step of the task must run", self.task.loss, "Correct that line."):
-            accumulate(((piece, 1 / self.passes) for piece in pieces), self._loss_of, self.optimizer, self.scaler)
+            accumulate_pieces(
+                ((piece, 1 / self.passes) for piece in pieces), self._loss_of, self.optimizer, self.scaler
+            )
         apply_gradient(self.optimizer, self.optimizer.step, self.scaler, None)
 
     def _loss_of(self, piece: Any) -> tuple[Tensor, float | None]:
         with as_candidate(self.candidate, self.device.name):
             total, weight = evaluate(self.task, self.model, piece)
         return total, None if weight is None else float(weight)
-

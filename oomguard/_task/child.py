@@ -15,10 +15,9 @@ from oomguard._core.units import format_bytes
 from oomguard._device.cpu import Cpu
 from oomguard._estimate.target import Target
 from oomguard._task.batches import Batches, Layout, mapped, tensors_of
-from oomguard._task.task import Task, line_of, resolve
+from oomguard._task.task import USUAL_ROWS, Task, line_of, resolve
 from oomguard._task.trace import Trace, build, evaluate, make_optimizer, mean_of, trace
 
-USUAL_ROWS = 32  # rows of a microbatch if neither the user nor a loader says
 PATIENCE_SECONDS = 40.0  # time for several traces of one task
 HELD_OUT_ERROR = 0.03  # the largest error of a fit on the pass that it has not seen
 POINTS = ((2, 1), (4, 1), (2, 2), (4, 2), (6, 3))
@@ -50,7 +49,7 @@ class Answer:
     runtime_bytes: int  # resident bytes of the process with the user's imports, after a tiny step
     notes: tuple[str, ...]
     row_bytes: int  # bytes of a row of the batch
-    layout: Layout | None  # where a batch holds its rows; None if its parts do not tell
+    layout: Layout  # where a batch holds its rows
 
 
 def load(source: str | bytes) -> Task:
@@ -81,7 +80,7 @@ def answers(fields: dict[str, Any]) -> list[Answer]:
     """Try the task, measure what the process needs without it, and trace or fit a step for every run.
 
     The fields are those of a `Question`: the parent does not import this module, since torch takes seconds. Each of
-    `runs` replaces some of them. After two runs, the others are left out if they would take longer than `PATIENCE_SECONDS`.
+    `runs` replaces some of them. After two runs, the others are left out if `PATIENCE_SECONDS` have passed.
     """
     runs, device, found = fields.pop("runs"), Cpu(), list[Answer]()
     question = Question(**fields)
@@ -113,8 +112,7 @@ def _answer(task: Task, batches: Batches, question: Question, runtime_bytes: int
         notes.append(f"It is extrapolated from a few tiny passes, since the model could not be traced ({why}).")
     if not step.cells:
         notes.append("The model has no recurrent calls that segments could reach: they will not help.")
-    layout = batches.layout if any(axis.kind != "unknown" for axis in batches.layout.values()) else None
-    facts: dict[str, Any] = {"runtime_bytes": runtime_bytes, "row_bytes": row_bytes, "layout": layout}
+    facts: dict[str, Any] = {"runtime_bytes": runtime_bytes, "row_bytes": row_bytes, "layout": batches.layout}
     return Answer(step=step, rows=rows, notes=tuple(notes), **facts)
 
 

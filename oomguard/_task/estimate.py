@@ -55,7 +55,12 @@ def trace_task(
     There are fewer answers than runs (at least two) if they take long.
     """
     heap, most = heap_of(allocator, "native"), max((run.get("microbatch") or 0 for run in runs), default=0)
-    question = {"source": send(task, most or None, steps), "steps": steps, "target": target, "heap": heap}
+    question: dict[str, Any] = {
+        "source": send(task, most or None, steps),
+        "steps": steps,
+        "target": target,
+        "heap": heap,
+    }
     names = {"microbatch": "rows"} | {name: name for name in ("accumulation", "segments", "training")}
     usual = {"rows": None, "accumulation": 1, "segments": 1}
     question |= usual | {"runs": [{names[k]: value for k, value in run.items() if k in names} for run in runs]}

@@ -93,7 +93,8 @@ def trace(
 ) -> Trace:  # fmt: skip
     """Count the bytes of two training steps. The second has the optimizer's state from the beginning.
 
-    With `training=False`, count those of the loss alone, computed without gradients as in an evaluation. With `fake=False` everything but recurrent calls is computed: for models that fake tensors cannot run.
+    With `training=False`, count those of the loss alone, computed without gradients as in an evaluation. With
+    `fake=False` everything but recurrent calls is computed: for models that fake tensors cannot run.
     """
     live = Live("cuda" if target.cuda else heap)
     kernels = Kernels(live, target, segments)
