@@ -194,8 +194,8 @@ def find_feasible_config(
 
     A `Task`, or its name "package.module:task", is traced and then probed at most 3 times (after `timeout` twice) with
     its worst batch: of `steps` time steps, or of the longest samples of its data. The batch, that of its loader unless
-    `batch` is given, is kept; microbatches and segments are used if they keep the gradient of this task, or if `allow` names them. With
-    `maximize` "batch", the plan has the largest batch that fits in one pass.
+    `batch` is given, is kept. Microbatches and segments are used if they keep the gradient of this task, or if `allow`
+    names them. With `maximize` "batch", the plan has the largest batch that fits in one pass.
 
     >>> plan = find_feasible_config(cell="gru", seq=50, hidden=16, batch=4, threads=1, max_probes=2)
     >>> plan.ooms, plan.candidate.microbatch * plan.candidate.accumulation >= 4

@@ -95,7 +95,7 @@ def test_the_time_of_a_step_counts_every_pass_and_an_uneven_one_by_its_share() -
 
 def test_nobody_holds_a_microbatch_while_the_next_is_made() -> None:
     spec = Spec(cell="gru", seq=5, features=3, hidden=4, batch=4)
-    feed = meter(spec, microbatch=2)._timed()
+    feed = meter(spec, microbatch=2)._feed()
     first: Microbatch | None = next(feed)
     alive = torch.utils.weak.WeakTensorKeyDictionary({first.inputs: True})  # type: ignore[union-attr]
     first = None
