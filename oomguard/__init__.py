@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from oomguard._estimate.breakdown import Estimate
     from oomguard._guard.stepper import stepper
     from oomguard._plan.store import load_plan, save_plan
+    from oomguard._plan.task_value import TaskPlan
     from oomguard._plan.value import NothingFitsError, Plan
-    from oomguard._probe.record import Ledger, Record
+    from oomguard._probe.record import Ledger, Record, TaskRecord
     from oomguard._probe.runner import Runner
     from oomguard._probe.verdict import Verdict
     from oomguard._report.page import save_page
@@ -45,6 +46,8 @@ __all__ = [
     "Runner",
     "Spec",
     "Task",
+    "TaskPlan",
+    "TaskRecord",
     "Verdict",
     "__version__",
     "chunked_loss",
@@ -73,8 +76,9 @@ _MODULES = {
     "_estimate.breakdown": "Estimate",
     "_guard.stepper": "stepper",
     "_plan.store": "load_plan save_plan",
+    "_plan.task_value": "TaskPlan",
     "_plan.value": "NothingFitsError Plan",
-    "_probe.record": "Ledger Record",
+    "_probe.record": "Ledger Record TaskRecord",
     "_probe.runner": "Runner",
     "_probe.verdict": "Verdict",
     "_report.page": "save_page",

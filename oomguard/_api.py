@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import msgspec
 
@@ -12,18 +12,19 @@ from oomguard._core.units import MAX_BYTES, parse_seconds, read_budget
 from oomguard._device.find import find_budget, find_target
 from oomguard._estimate.breakdown import Estimate, estimate_batch, estimate_step, margin_bytes
 from oomguard._estimate.target import Target
-from oomguard._probe.record import Record
+from oomguard._probe.record import Record, TaskRecord
 from oomguard._probe.runner import TIMEOUT_SECONDS, Runner
 from oomguard._spec.candidate import KNOBS, Candidate, Candidates
 from oomguard._spec.read import read_candidate, read_spec
 from oomguard._spec.spec import MAX_SEQ, Spec
-from oomguard._task.task import Task
+from oomguard._task.task import USUAL_ROWS, Task
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
     from oomguard._guard import Guard
     from oomguard._plan.find import Question
+    from oomguard._plan.task_value import TaskPlan
     from oomguard._plan.value import Plan
     from oomguard._report.curve import Curve
     from oomguard._search.run import Progress
@@ -82,32 +83,48 @@ def _estimate_task(
 
     check_names("knob", fields, KNOBS)
     check_whole("steps", steps, 1, MAX_SEQ)
-    if not training or candidate is not None:
-        what = "an evaluation pass" if not training else "a Candidate"
-        advice = "Give its knobs by name: estimate(task, microbatch=8, segments=4)."
-        raise MisuseError(rule="The estimate of a task is one training step", got=f"got {what}", advice=advice)
-    return estimate_task(task, fields, target, steps=steps)
+    if candidate is not None:
+        advice = "Give them as estimate(task, microbatch=8, segments=4)."
+        raise MisuseError(rule="The knobs of a task are given by name", got="got a Candidate", advice=advice)
+    return estimate_task(task, fields, target, steps=steps, training=training)
+
+
+@overload
+def probe(spec: Task | str, *, steps: int | None = None, **fields: Any) -> TaskRecord: ...
+
+
+@overload
+def probe(spec: Spec | None = None, candidate: Candidate | None = None, **fields: Any) -> Record: ...
 
 
 def probe(
-    spec: Spec | None = None,
+    spec: Spec | Task | str | None = None,
     candidate: Candidate | None = None,
     *,
     device: str = "cpu",
     budget: int | str | None = None,
     budget_bytes: int | None = None,
     timeout: float | str = TIMEOUT_SECONDS,
+    steps: int | None = None,
     **fields: Any,
-) -> Record:
+) -> Record | TaskRecord:
     """Run a few real steps of one candidate in a child process that is limited to the budget, and record the result.
 
     Arguments are those of `estimate`, but the device must be present. Whatever happens to the child is a verdict.
     Several probes are faster in one `oomguard.Runner`, which keeps its child process.
 
+    A `Task`, or its name "package.module:task", runs with its knobs and, as in `estimate`, with `steps` time steps, or
+    with the longest samples of its data. Errors of your own code are raised with the line that caused them.
+
     >>> record = probe(cell="gru", seq=20, hidden=8, batch=2, threads=1)
     >>> record.verdict.name, record.steps
     ('FITS', 3)
     """
+    if isinstance(spec, Task | str):
+        limit_bytes = _budget_bytes(budget, budget_bytes)
+        return _probe_task(spec, candidate, device, limit_bytes, parse_seconds(timeout, "timeout"), steps, fields)
+    if steps is not None:
+        fields["steps"] = steps
     spec, chosen, limit_bytes = _read(spec, candidate, fields, budget, budget_bytes)
     if isinstance(chosen, Candidates):
         raise MisuseError(
@@ -117,8 +134,40 @@ def probe(
         return runner.probe(spec, chosen, budget_bytes=limit_bytes)
 
 
+def _probe_task(
+    task: Task | str,
+    candidate: Candidate | None,
+    device: str,
+    budget_bytes: int | None,
+    timeout: float,
+    steps: int | None,
+    knobs: dict[str, Any],
+) -> TaskRecord:
+    from oomguard._task.ask import send
+    from oomguard._task.task import name_of
+
+    check_names("knob", knobs, KNOBS)
+    check_whole("steps", steps, 1, MAX_SEQ)
+    if candidate is None:
+        rows = (task.data.batch_size if isinstance(task, Task) and task.data is not None else None) or USUAL_ROWS
+        candidate = Candidate(**{"microbatch": rows} | knobs)
+    source = send(task, candidate.microbatch * candidate.accumulation, steps)
+    asked: dict[str, Any] = {"name": name_of(task), "content": source if isinstance(source, bytes) else None}
+    asked |= {"candidate": candidate, "rows": None, "seq": steps, "budget_bytes": budget_bytes}
+    with Runner(device, timeout=timeout) as runner:
+        return runner.probe_task(**asked)
+
+
+@overload
+def find_feasible_config(spec: Task | str, *, steps: int | None = None, **fields: Any) -> "TaskPlan": ...
+
+
+@overload
+def find_feasible_config(spec: Spec | None = None, **fields: Any) -> "Plan": ...
+
+
 def find_feasible_config(
-    spec: Spec | None = None,
+    spec: Spec | Task | str | None = None,
     *,
     data: Any = None,
     budget: int | str | None = None,
@@ -127,12 +176,13 @@ def find_feasible_config(
     allow: str | Sequence[str] = "precision",
     max_probes: int = 24,
     timeout: float | str = 55.0,
+    steps: int | None = None,
     sampler: str = "auto",
     ledger: str | None = None,
     storage: str | None = None,
     progress: "Callable[[Progress], None] | None" = None,
     **fields: Any,
-) -> "Plan":
+) -> "Plan | TaskPlan":
     """Search for the fastest (or largest, or longest) candidate that fits, with real probes, and return a `Plan`.
 
     Fields of the spec may be given by name, and knobs to fix them. `budget` is bytes or text such as "6GiB", `timeout`
@@ -142,17 +192,58 @@ def find_feasible_config(
     lengths; options of data (`id`, `stride`, ...) say how it is cut. With `sampler` "gp", "tpe" or "random" one of
     Optuna's samplers explores, for comparison. Raises `NothingFitsError` if nothing fits.
 
+    A `Task`, or its name "package.module:task", is traced and then probed at most 3 times (after `timeout` twice) with
+    its worst batch: of `steps` time steps, or of the longest samples of its data. The batch, that of its loader unless
+    `batch` is given, is kept. Microbatches and segments are used if they keep the gradient of this task, or if `allow`
+    names them. With `maximize` "batch", the plan has the largest batch that fits in one pass.
+
     >>> plan = find_feasible_config(cell="gru", seq=50, hidden=16, batch=4, threads=1, max_probes=2)
     >>> plan.ooms, plan.candidate.microbatch * plan.candidate.accumulation >= 4
     (0, True)
     """
+    if isinstance(spec, Task | str):
+        for name, value in (("data", data), ("ledger", ledger), ("storage", storage)):
+            if value is not None:
+                rule = f"The plan of a task does not take {name}"
+                raise MisuseError(rule=rule, got=f"got {shown(value)}", advice="Leave it out.")
+        most = {"max_probes": max_probes, "seconds": parse_seconds(timeout, "timeout")}
+        return _plan_task(spec, fields, budget, device, maximize, allow, steps, most)
     from oomguard._plan.find import find_plan
     from oomguard._search.run import Limits
 
+    if steps is not None:
+        fields["steps"] = steps
     limits = Limits(max_probes=max_probes, seconds=parse_seconds(timeout, "timeout"))
     more = {"limits": limits, "sampler": sampler, "ledger": ledger, "storage": storage}
     question = _question(spec, data, fields, budget, device, maximize, allow, **more)
     return find_plan(question, progress)
+
+
+def _plan_task(
+    task: Task | str,
+    fields: dict[str, Any],
+    budget: int | str | None,
+    device: str,
+    maximize: str | Sequence[str],
+    allow: str | Sequence[str],
+    steps: int | None,
+    limits: dict[str, Any],
+) -> "TaskPlan":
+    from oomguard._plan.task import TaskQuestion, find_task_plan
+
+    check_whole("steps", steps, 1, MAX_SEQ)
+    question = TaskQuestion(
+        task=task,
+        device=device,
+        budget_bytes=read_budget(budget),
+        maximize=",".join(_words("maximize", maximize)),
+        allow=tuple(word for word in _words("allow", allow) if word != "none"),
+        fixed={name: value for name, value in fields.items() if name != "batch" and value is not None},
+        batch=fields.get("batch"),
+        steps=steps,
+        **limits,
+    )
+    return find_task_plan(question)
 
 
 def sampler(
@@ -263,7 +354,7 @@ def curves(
 
 
 def guard(
-    plan: "Plan | None" = None,
+    plan: "Plan | TaskPlan | None" = None,
     *,
     budget: int | str | None = None,
     microbatch: int | None = None,
@@ -311,7 +402,7 @@ def train(
     (20, 'done')
     """
     from oomguard._data.options import DataOptions
-    from oomguard._plan.store import load_plan
+    from oomguard._plan.store import load_spec_plan
     from oomguard._plan.value import Plan
     from oomguard._train import TrainOptions
     from oomguard._train.start import run_training
@@ -321,7 +412,7 @@ def train(
     train_options, data_options = (
         kind(**{name: value for name, value in options.items() if name in kind.__struct_fields__}) for kind in kinds
     )
-    loaded = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
+    loaded = load_spec_plan(plan) if isinstance(plan, str | os.PathLike) else plan
     if not isinstance(loaded, Plan):
         raise MisuseError(
             rule="train takes a plan or the path of a plan file",

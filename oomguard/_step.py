@@ -1,9 +1,11 @@
 """One optimizer update: the same code in probes and in training."""
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from oomguard._core.errors import MisuseError
 from oomguard._rnn import Microbatch, backward
 from oomguard._rnn.model import Recurrent, build, trainable
+from oomguard._rnn.segmented import segmented
 from oomguard._spec.candidate import Candidate
 from oomguard._spec.spec import Spec
 
@@ -21,6 +24,7 @@ Chooser = Callable[[Microbatch], Candidate]  # chooses the candidate that runs a
 Run = Callable[[Optimizer, Callable[[], object]], None]
 """Runs the step of an optimizer, which is the second argument: the guard handles failures in it."""
 Clip = Callable[[list[Tensor]], object]  # changes the gradients of parameters, once per update
+Piece = TypeVar("Piece")
 _OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     **{"adam": Adam, "adamw": AdamW, "rmsprop": RMSprop, "adagrad": Adagrad, "adafactor": Adafactor},
     **{"sgd": SGD, "sgd-momentum": partial(SGD, momentum=0.9)},
@@ -149,11 +153,10 @@ def apply_gradient(
     replaced, norm = _Replaced(optimizer, step), None
     if scaler is not None:
         scaler.unscale_(replaced)  # type: ignore[arg-type]
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if callable(clip):
-        clip(parameters)
+        clip(with_gradient(optimizer))
     elif clip is not None:
-        norm = _clip(parameters, clip)
+        norm = _clip(with_gradient(optimizer), clip)
     if scaler is None:
         step()
         return False, norm
@@ -161,6 +164,63 @@ def apply_gradient(
     scaler.step(replaced)  # type: ignore[arg-type]
     scaler.update()
     return scaler.get_scale() < before, norm
+
+
+def accumulate_pieces(
+    pieces: Iterable[tuple[Piece, float]],
+    loss_of: Callable[[Piece], tuple[Tensor, float | None]],
+    optimizer: Optimizer,
+    scaler: GradScaler | None = None,
+) -> Tensor:
+    """Add up the gradient of the pieces of a batch, each with its share of the rows; returns the loss of the batch.
+
+    `loss_of` returns a mean over the rows and None, or a sum and its weight.
+    """
+    losses, weights = list[Tensor](), list[float]()
+    for piece, share in pieces:
+        loss, weight = loss_of(piece)
+        # sums are divided by the first weight, so that they stay in the range of fp16, and corrected at the end
+        weights += [] if weight is None else [weight]
+        loss = loss * share if weight is None else loss / (weights[0] or 1.0)
+        (loss if scaler is None else scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.detach())
+        del piece, loss
+    total = torch.stack(losses).sum()
+    if len(weights) > 1:
+        correction = (weights[0] or 1.0) / (sum(weights) or 1.0)
+        for parameter in with_gradient(optimizer):
+            assert parameter.grad is not None
+            parameter.grad *= correction
+        total *= correction
+    return total
+
+
+@contextmanager
+def as_candidate(candidate: Candidate, device: str) -> Iterator[None]:
+    """Run the forward pass of any model in the segments and the precision of a candidate."""
+    with ExitStack() as stack:
+        if candidate.precision != "fp32":
+            dtype = torch.bfloat16 if candidate.precision == "bf16" else torch.float16
+            stack.enter_context(torch.autocast(torch.device(device).type, dtype))
+        if candidate.segments > 1:
+            stack.enter_context(segmented(candidate.segments, recompute=candidate.recompute))
+        yield
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Raise if an optimizer needs a closure, which computes the loss several times in one update."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise MisuseError(
+            rule="The optimizer must update once from the gradient",
+            got=f"{type(optimizer).__name__} calls a closure several times",
+            advice="Take another optimizer, or use oomguard.guard inside the closure.",
+        )
+
+
+def with_gradient(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of an optimizer that have a gradient."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 def _clip(parameters: list[Tensor], most: float) -> Tensor:
@@ -189,7 +249,7 @@ def offloaded_step(optimizer: Optimizer) -> None:
 
     PyTorch's optimizers skip parameters without a gradient, so each parameter gets its gradient in turn.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    parameters = with_gradient(optimizer)
     gradients = [p.grad for p in parameters]
     for p in parameters:
         p.grad = None

@@ -124,15 +124,24 @@ def _probe(*, device: str = "cpu", budget: str | None = None, json: bool = False
     - oomguard probe --model lstm --seq 2000 --batch 8
     - oomguard probe --model gru --seq 10000 --segments 50 --threads 1
     - oomguard probe --model spec.toml --device cuda --precision bf16 --json
+    - oomguard probe --model package.module:task --microbatch 8
 
     Exit codes: 0 it fits, 1 it does not fit, 2 wrong usage.
     """
     from oomguard._api import estimate, probe
     from oomguard._probe.record import open_ledger
     from oomguard._report.estimate import record_json, show_record
+    from oomguard._task.estimate import COUNTED
 
-    spec, candidate = parsing.read(values)
     options = parsing.read_options(values, [flags.TIMEOUT])
+    name, knobs = parsing.read_task(values)
+    if name is not None:
+        found = probe(name, device=device, budget=budget, **options, **knobs)
+        counted = {knob: value for knob, value in knobs.items() if knob in (*COUNTED, "steps")}
+        traced = estimate(name, device=device, budget=budget, **counted | {"microbatch": found.candidate.microbatch})
+        show = partial(show_record, found, traced)
+        return _answer(json, lambda: record_json(found, traced), show, FITS if found.verdict.ran else DOES_NOT_FIT)
+    spec, candidate = parsing.read(values)
     estimated = estimate(spec, candidate, device=device, budget=budget)
     ledger = open_ledger(values["ledger"]) if "ledger" in values else None
     record = probe(spec, candidate, device=device, budget=budget, **options)
@@ -158,22 +167,30 @@ def _plan(*, device: str = "cpu", output: str = "plan.json", json: bool = False,
     - oomguard plan --model lstm --seq 10000
     - oomguard plan --preset char-lm --device a100-80gb --maximize throughput,seq
     - oomguard plan --model spec.toml --data sales.csv --id shop --ledger runs
+    - oomguard plan --model package.module:task --budget 6GiB
 
     Exit codes: 0 a plan was written, 1 nothing fits (with advice), 2 wrong usage.
     """
     from oomguard._api import find_feasible_config
     from oomguard._plan.store import save_plan
-    from oomguard._plan.value import NothingFitsError
+    from oomguard._plan.task_value import TaskPlan
+    from oomguard._plan.value import NothingFitsError, Plan
     from oomguard._report.plan import explain_shortfall, plan_json, shortfall_json, show_result
     from oomguard._report.progress import live
     from oomguard._report.tables import show_sections
+    from oomguard._report.task import show_task_result
 
-    spec, fixed = parsing.read_planned(values)
+    name, knobs = parsing.read_task(values, ("batch",))
+    spec, fixed = parsing.read_planned(values) if name is None else (name, knobs)
     options = parsing.read_options(values, [flags.BUDGET, *flags.SEARCH])
     parsing.check_output(output)
+    plan: Plan | TaskPlan
     try:
-        with live(quiet=json) as progress:
-            plan = find_feasible_config(device=device, progress=progress, **options, **fixed)
+        if name is not None:
+            plan = find_feasible_config(name, device=device, **options, **fixed)
+        else:
+            with live(quiet=json) as progress:
+                plan = find_feasible_config(device=device, progress=progress, **options, **fixed)
     except NothingFitsError as error:
         shortfall = error.shortfall
         text = partial(show_sections, explain_shortfall(shortfall, spec, device), first_style="bold red")
@@ -183,7 +200,8 @@ def _plan(*, device: str = "cpu", output: str = "plan.json", json: bool = False,
     except MisuseError as error:  # the plan is shown even if it cannot be saved
         say(str(error))
         path, code = None, MISUSE
-    return _answer(json, lambda: plan_json(plan), partial(show_result, plan, path), code)
+    show = partial(show_task_result, plan, path) if isinstance(plan, TaskPlan) else partial(show_result, plan, path)
+    return _answer(json, lambda: plan_json(plan), show, code)
 
 
 @_command("train", PLAN, Data=flags.DATA, Training=flags.TRAINED, Output=[JSON])
@@ -202,12 +220,12 @@ def _train(*, plan: str, json: bool = False, **values: Any) -> Answer:
 
     Exit codes: 0 done, 1 out of memory on the last fallback (with a checkpoint), 2 wrong usage.
     """
-    from oomguard._plan.store import load_plan
+    from oomguard._plan.store import load_spec_plan
     from oomguard._report.progress import follow, result_json, show_training
 
     data = parsing.read_path(values, "oomguard train")
     options = parsing.read_options(values, [*flags.DATA[1:], *flags.TRAINED])
-    loaded = load_plan(plan)
+    loaded = load_spec_plan(plan)
     _restart_with(loaded.exports)
     from oomguard._api import train
 
@@ -284,12 +302,19 @@ def _show(*, plan: str, html: str | None = None, json: bool = False, **values: A
     - oomguard show plan.json --json
     """
     from oomguard._plan.store import load_plan
+    from oomguard._plan.task_value import TaskPlan
     from oomguard._report.plan import explain, plan_json
     from oomguard._report.tables import show_sections
+    from oomguard._report.task import explain_task
 
     sequences = parsing.read_options(values, [flags.SEQUENCES]).get("sequences")
     check_whole("sequences", sequences, 1, 10**15)
     loaded = load_plan(plan)
+    if isinstance(loaded, TaskPlan):
+        if html is not None or sequences is not None:
+            rule, advice = "The plan of a task is shown as text or JSON", "Leave --html and --sequences out."
+            raise MisuseError(rule=rule, got="got another form", advice=advice)
+        return _answer(json, lambda: plan_json(loaded), partial(show_sections, explain_task(loaded)))
     if html is not None:
         from oomguard._report.page import save_page
 

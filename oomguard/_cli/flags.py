@@ -74,7 +74,7 @@ def flags_of(struct: Struct, leave_out: Iterable[str] = (), *, fixes: bool = Fal
 
 _CELLS = fields_of(Spec)["cell"].choices
 MODEL = Flag(
-    "model", "NAME", "Cell (rnn, lstm or gru), a spec file, or in estimate a task: package.module:task.", choices=_CELLS
+    "model", "NAME", "Cell (rnn, lstm or gru), a spec file, or a task of your own: package.module:task.", choices=_CELLS
 )
 PRESET = Flag("preset", "NAME", "Start from a ready-made spec: " + ", ".join(PRESETS) + ".", choices=tuple(PRESETS))
 SPEC_FIELDS = sorted(flags_of(Spec, ["cell"]), key=lambda flag: flag.name not in ("seq", "batch"))
@@ -97,7 +97,12 @@ SAMPLERS = ("auto", "gp", "tpe", "random")
 _AIM = "Aim of the search. The first of several decides, and the plan shows their front (default: throughput)."
 SEARCH = [
     Flag("maximize", "LIST", _AIM, choices=AIMS),
-    Flag("allow", "LIST", "Lossy knobs that may change (default: precision).", choices=(*LOSSY, "none")),
+    Flag(
+        "allow",
+        "LIST",
+        "Lossy knobs that may change (default: precision), for a task also microbatch, segments.",
+        choices=(*LOSSY, "none"),
+    ),
     Flag("max_probes", "N", "Probes at most (default: 24).", int),
     Flag("timeout", "SECONDS", "Time limit of the search, such as 90s or 5min (default: 55s)."),
     Flag(

@@ -28,20 +28,21 @@ def read(values: dict[str, Any]) -> tuple[Spec, Candidate]:
     return spec, make_candidate(spec, **knobs)
 
 
-def read_task(values: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
-    """The name of a task and the options of its estimate; None if --model does not name one."""
+def read_task(values: dict[str, Any], also: tuple[str, ...] = ()) -> tuple[str | None, dict[str, Any]]:
+    """The name of a task and its options, `also` those of a spec that a task has too; None if --model names no task."""
     name = values.get("model")
     if name is None or not NAME.fullmatch(name):
         return None, {}
     knobs, fields = read_options(values, CANDIDATE), read_options(values, [PRESET, *SPEC_FIELDS])
     steps = {"steps": fields.pop("seq")} if "seq" in fields else {}
+    shared = {name: fields.pop(name) for name in also if name in fields}
     for field in fields:
         raise MisuseError(
             rule=f"{flag(field)} describes a built-in model",
             got=f"got --model {name}, a task",
             advice=f"Leave it out; a task takes --seq and {', '.join(map(flag, COUNTED))}.",
         )
-    return name, knobs | steps
+    return name, knobs | steps | shared
 
 
 def read_planned(values: dict[str, Any]) -> tuple[Spec, dict[str, Any]]:
@@ -152,7 +153,7 @@ def _spec_fields(model: str | None, name: str | None) -> dict[str, Any]:
         raise MisuseError(
             rule="This command takes a model that a spec describes",
             got=f"got {shown(model)}, a task",
-            advice="Describe its layers by flags (--model lstm --hidden 256); oomguard estimate takes tasks.",
+            advice="Describe its layers by flags (--model lstm --hidden 256); estimate, probe and plan take tasks.",
         )
     is_path = model and (any(sign in model for sign in "./\\") or os.path.exists(model))
     if model is None or model in MODEL.choices or not is_path:

@@ -22,10 +22,12 @@ from oomguard._device.find import Device, open_device
 from oomguard._guard.events import Events
 from oomguard._guard.ladder import LadderPosition, LadderRung, Pressure, Watch, make_halvings, make_ladder
 from oomguard._guard.update import Updates
+from oomguard._plan.task_value import TaskPlan
 from oomguard._plan.value import Plan
 from oomguard._probe.verdict import Verdict, judge
 from oomguard._spec.candidate import Candidate
 from oomguard._spec.spec import MAX_BATCH
+from oomguard._task.batches import Axis, Layout, count_rows, split, tensors_of
 
 DONE, OOM, FAILED = 0, 1, 2  # outcome of an attempt; among several processes the largest counts
 Agree = Callable[[Sequence[int]], list[int]]  # the largest of each number over all processes
@@ -65,7 +67,7 @@ class Guard:
 
     def __init__(
         self,
-        plan: Plan | None = None,
+        plan: Plan | TaskPlan | None = None,
         *,
         budget_bytes: int | None = None,
         microbatch: int | None = None,
@@ -84,7 +86,7 @@ class Guard:
         self.watch = Watch(device=self.device, limit_bytes=budget_bytes)
         self.updates = Updates(self.device.release)
         self._reported_at_bottom = False
-        self._reported_steps = 0  # the longest sequences that were reported as longer than the plan's
+        self._reported = 1.0  # how many times as long as those of the plan were the longest rows that were reported
         self._peaks_bytes: dict[int, int] = {}  # without a plan: peaks that were too high, by microbatch
 
     @property
@@ -125,18 +127,28 @@ class Guard:
 
     def pieces(self, batch: Batch, dim: object = 0, steps: int | None = None) -> Iterator[tuple[Batch, float]]:
         """The pieces of `split`, each with its share of the rows: the weight of a loss that is a mean over rows."""
-        rows, repeat_random = Rows(batch, dim), remember_random()
-        size = self._piece_rows(rows.count, steps or rows.steps)
+        repeat_random = remember_random()
+        if isinstance(self.plan, TaskPlan) and self.plan.layout and dim == 0:
+            layout: Layout = {part.path: Axis(part.kind, part.dimension, part.lengths) for part in self.plan.layout}
+            count = count_rows(batch, layout)
+            row_bytes = sum(tensor.nbytes for tensor in tensors_of(batch)) / count
+            size = self._piece_rows(count, row_bytes / max(1, self.plan.row_bytes), steps)
+            for piece in split(batch, layout, size):
+                repeat_random()
+                yield piece, count_rows(piece, layout) / count
+            return
+        rows = Rows(batch, dim)
+        planned = self.plan.spec.steps if isinstance(self.plan, Plan) else rows.steps
+        size = self._piece_rows(rows.count, (steps or rows.steps) / planned, steps or rows.steps)
         for start in range(0, rows.count, size):
             repeat_random()
             yield rows.take(slice(start, start + size)), min(size, rows.count - start) / rows.count
 
-    def _piece_rows(self, rows: int, steps: int) -> int:
-        """Rows of a piece of a batch with so many rows and time steps."""
+    def _piece_rows(self, rows: int, longer: float, steps: int | None) -> int:
+        """Rows of a piece of a batch with so many rows, which are so many times as long as those of the plan."""
         if self.plan is None:
             self._lengthen(rows)
             return self.rows
-        longer = steps / self.plan.spec.steps
         if longer <= 1:
             return self.rows
         # by the plan's own figures: what a step needs beside the runtime grows at least as rows times time steps
@@ -144,10 +156,10 @@ class Guard:
         growth_bytes = longer * max(1, self.plan.peak_bytes - runtime_bytes)
         share = min(1.0, (self.watch.available_bytes() - runtime_bytes - margin_bytes) / growth_bytes)
         size = max(1, int(share * self.rows))
-        if size < self.rows and steps > self._reported_steps:
-            self._reported_steps = steps
-            reason = f"Sequences have {steps:,} steps, the plan's {self.plan.spec.steps:,}: pieces have {size:,} rows."
-            self.tell("longer", reason, rows=size, steps=steps)
+        if size < self.rows and longer > self._reported:
+            self._reported = longer
+            reason = f"Rows are {longer:.2f} times as long as those of the plan: pieces have {size:,} rows."
+            self.tell("longer", reason, rows=size, **({} if steps is None else {"steps": steps}))
         return size
 
     def _lengthen(self, rows: int) -> None:
@@ -199,9 +211,8 @@ class Guard:
         memory, last = self._memory(), self.candidate
         if self.rung + 1 >= len(self.ladder):
             self.tell("bottom", reason, **figures, **memory)
-            of_plan = "" if self.plan is None else " of the plan"
             raise GuardError(
-                rule=f"The last rung{of_plan} (microbatch {last.microbatch}, {last.segments} segments) must fit",
+                rule=f"The last rung (microbatch {last.microbatch}, {last.segments} segments) must fit",
                 got=f"memory ran out with {format_bytes(memory['now_bytes'])} in use and a limit of "
                 f"{format_bytes(memory['free_bytes'])} ({reason})",
                 advice="Free memory and continue with --resume, or make a plan for a smaller budget.",
@@ -336,7 +347,11 @@ def set_rng_states(device: torch.device, states: Mapping[str, Tensor]) -> None:
 
 
 def make_guard(
-    plan: Plan | None, budget: int | str | None, microbatch: int | None, device: str | None, events: str | None
+    plan: Plan | TaskPlan | None,
+    budget: int | str | None,
+    microbatch: int | None,
+    device: str | None,
+    events: str | None,
 ) -> Guard:
     """Make the guard of a plan or, without one, of a budget on a device."""
     if plan is not None and (budget is not None or microbatch is not None):

@@ -16,6 +16,7 @@ from oomguard._device.budget import Limit, Reading
 from oomguard._device.find import Device
 from oomguard._estimate.breakdown import estimate_step
 from oomguard._plan.buckets import Bucket
+from oomguard._plan.task_value import TaskPlan, TaskRung
 from oomguard._plan.value import Plan, Rung
 from oomguard._predict.calibration import Prediction
 from oomguard._spec.candidate import Candidate
@@ -71,8 +72,12 @@ class LadderRung:
         return next((candidate for longest, candidate in self.buckets if steps <= longest), self.candidate)
 
 
-def make_ladder(plan: Plan) -> tuple[LadderRung, ...]:
+def make_ladder(plan: Plan | TaskPlan) -> tuple[LadderRung, ...]:
     """The plan's candidate and its fallbacks, each with its buckets."""
+    if isinstance(plan, TaskPlan):
+        chosen = TaskRung(candidate=plan.candidate, expected=plan.expected)
+        rungs_of_task = (chosen, *plan.fallbacks)
+        return tuple(LadderRung(candidate=r.candidate, expected=r.expected, buckets=()) for r in rungs_of_task)
     runtime_bytes = int(estimate_step(plan.spec, plan.candidate, plan.where).terms["runtime"])
     growth_bytes = max(1, plan.estimate.total_bytes - runtime_bytes)
     by_length = sorted(plan.buckets, key=lambda bucket: bucket.longest)
@@ -127,7 +132,6 @@ class Watch:
     device: Device
     limit_bytes: int | None = None  # the user's own budget; None: only the device's limits count
     peak_bytes: int = 0  # the largest peak so far
-    last_peak_bytes: int = 0  # the largest between the last two checks
     _checked_at: float = -math.inf
     _swapped_bytes: int = 0  # how much of this process was swapped out when it last counted
     _others_bytes: int | None = None  # memory of the card that others held at the last report, or less since
@@ -150,7 +154,6 @@ class Watch:
             return None
         self._checked_at = now
         reading = self.device.reading()
-        self.last_peak_bytes = reading.peak_bytes
         self.peak_bytes = max(self.peak_bytes, reading.peak_bytes)
         self.device.reset()
         return self._judge(reading)

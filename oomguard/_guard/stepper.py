@@ -1,22 +1,20 @@
 """The stepper: one update of any model in an own loop, in pieces that fit, under the guard."""
 
-import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from oomguard._core.errors import MisuseError
 from oomguard._guard import Guard, make_guard
-from oomguard._guard.update import with_gradient
+from oomguard._plan.task_value import TaskPlan
 from oomguard._plan.value import Plan
-from oomguard._step import Clip, apply_gradient
+from oomguard._step import Clip, accumulate_pieces, apply_gradient, as_candidate, check_optimizer
 
 Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | float]]
 """Loss of a model on a batch: its mean over the rows, or a sum and the weight to divide it by."""
@@ -42,33 +40,16 @@ class Stepper(AbstractContextManager["Stepper"]):
         self.optimizer.zero_grad(set_to_none=True)
         for attempt in self.guard.attempts(self.optimizer):
             with attempt:
-                loss = self._accumulate(batch)
+                pieces = self.guard.pieces(batch, self.dim)
+                loss = accumulate_pieces(pieces, self._loss_of, self.optimizer, self.scaler)
         apply_gradient(self.optimizer, partial(self.guard.update, self.optimizer), self.scaler, self.clip)
         return loss
 
-    def _accumulate(self, batch: object) -> Tensor:
-        """Add up the gradient of the whole batch, piece by piece; returns its loss."""
-        losses, weights = list[Tensor](), list[float]()
-        for piece, share in self.guard.pieces(batch, self.dim):
-            loss, weight = self._loss_of(piece)
-            # sums are divided by the first weight, so that they stay in the range of fp16, and corrected at the end
-            weights += [] if weight is None else [weight]
-            loss = loss * share if weight is None else loss / (weights[0] or 1.0)
-            (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.detach())
-            del piece, loss
-        total = torch.stack(losses).sum()
-        if len(weights) > 1:
-            correction = (weights[0] or 1.0) / (sum(weights) or 1.0)
-            for parameter in with_gradient(self.optimizer):
-                assert parameter.grad is not None
-                parameter.grad *= correction
-            total *= correction
-        return total
-
     def _loss_of(self, piece: object) -> tuple[Tensor, float | None]:
         """The loss of a piece: its mean and None, or a sum and its weight."""
-        result = self.loss(self.model, piece)
+        first = self.guard.ladder[0].candidate  # lower rungs have fewer rows, see Guard.rows
+        with as_candidate(first, self.guard.device.name):
+            result = self.loss(self.model, piece)
         loss, weight = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             form = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
@@ -84,7 +65,7 @@ class Stepper(AbstractContextManager["Stepper"]):
 
 
 def stepper(
-    plan: Plan | int | str | None,
+    plan: Plan | TaskPlan | int | str | None,
     model: nn.Module,
     loss: Loss,
     optimizer: Optimizer,
@@ -116,14 +97,8 @@ def stepper(
     >>> losses[2] < losses[0], step.guard.steps
     (tensor(True), 3)
     """
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        raise MisuseError(
-            rule="A stepper needs an optimizer that updates once from the gradient",
-            got=f"{type(optimizer).__name__} calls a closure several times",
-            advice="Take another optimizer, or use oomguard.guard inside the closure.",
-        )
+    check_optimizer(optimizer)
     device = device or str(optimizer.param_groups[0]["params"][0].device)
-    own, budget = (plan, None) if isinstance(plan, Plan) else (None, plan)
+    own, budget = (plan, None) if isinstance(plan, Plan | TaskPlan) else (None, plan)
     guard = make_guard(own, budget, microbatch, device, events).__enter__()
     return Stepper(guard=guard, model=model, loss=loss, optimizer=optimizer, clip=clip, scaler=scaler, dim=dim)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from oomguard._core.errors import TornUpdateError
 from oomguard._probe.verdict import Verdict, judge
+from oomguard._step import with_gradient
 
 Versions = dict[str, int]  # in-place changes of a parameter (under the empty name) and of the tensors of its state
 
@@ -106,10 +107,6 @@ def _rehearse(optimizer: Optimizer) -> None:
     if not group.get("foreach"):
         dense = [max(dense, key=lambda p: p.numel())]
     del [torch.empty_like(p) for p in dense][:]
-
-
-def with_gradient(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 def _changes(optimizer: Optimizer, before: Mapping[Tensor, Versions]) -> dict[Tensor, Versions]:

@@ -118,22 +118,27 @@ def find_plan(question: Question, progress: Callable[[Progress], None] | None = 
     if problem.open_batch:
         result = _in_one_pass(result)
     libraries = [record.library for record in result.records if record.library is not None]
-    environment = Environment(
-        oomguard=str(import_module("oomguard").__version__),
-        torch=torch_version(),
-        library=libraries[-1] if libraries else None,
-        driver=devices[0].driver() if devices else None,
-        python=platform.python_version(),
-        system=" ".join((platform.system(), platform.machine(), *platform.libc_ver())).strip(),
-        device=target.device,
-        title=title,
-        cores=problem.space.choices.cores,
-        limits=budget.limits,
-    )
+    environment = make_environment(target, devices[0] if devices else None, budget, libraries)
     plan = make_plan(result, environment, devices[0].environment if devices else None, question.budget_bytes)
     if plan is None:
         raise NothingFitsError(explain(result.problem, result.records))
     return plan
+
+
+def make_environment(target: Target, device: Device | None, budget: Budget, libraries: list[str]) -> Environment:
+    """The machine and the software; without a device, the target is only named."""
+    return Environment(
+        oomguard=str(import_module("oomguard").__version__),
+        torch=torch_version(),
+        library=libraries[-1] if libraries else None,
+        driver=None if device is None else device.driver(),
+        python=platform.python_version(),
+        system=" ".join((platform.system(), platform.machine(), *platform.libc_ver())).strip(),
+        device=target.device,
+        title=target.device if device is None else device.title(),
+        cores=cores(),
+        limits=budget.limits,
+    )
 
 
 def _unreachable_batch(problem: Problem) -> int:

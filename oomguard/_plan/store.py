@@ -19,6 +19,7 @@ from oomguard._core.units import format_bytes
 from oomguard._device.cuda import SETTINGS
 from oomguard._estimate.breakdown import estimate_step
 from oomguard._plan.make import BUCKETS_KEEP, RUNGS_KEEP, differing, plain_candidate
+from oomguard._plan.task_value import TaskPlan
 from oomguard._plan.value import VERSION, Plan, Rung, figures
 from oomguard._search.run import count_ooms
 from oomguard._spec.candidate import ALLOW_WORDS, KNOBS, Candidate, check_candidate
@@ -32,7 +33,7 @@ _VALUE = re.compile("[ -~]{0,4096}")
 """A value that a process can be started with: it ends at a NUL, and the system refuses long ones."""
 
 
-def save_plan(plan: Plan, path: str | os.PathLike[str]) -> Path:
+def save_plan(plan: Plan | TaskPlan, path: str | os.PathLike[str]) -> Path:
     """Write the plan. If that fails, the file stays as it was.
 
     >>> import oomguard, tempfile
@@ -44,8 +45,8 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> Path:
     return write_file(path, msgspec.json.format(msgspec.json.encode(plan), indent=2) + b"\n", "A plan")
 
 
-def load_plan(path: str | os.PathLike[str]) -> Plan:
-    """Read a plan, and check that nothing in it contradicts anything else.
+def load_plan(path: str | os.PathLike[str]) -> Plan | TaskPlan:
+    """Read a plan, and check that nothing in it contradicts anything else. Nothing is imported, whatever it names.
 
     >>> import oomguard, tempfile
     >>> plan = oomguard.find_feasible_config(cell="gru", seq=1000, device="t4")
@@ -60,9 +61,22 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         return decode_plan(source.read_bytes(), str(source))
 
 
-def decode_plan(content: bytes, name: str = "The plan") -> Plan:
+def load_spec_plan(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan of a spec; raise if it is one of a task."""
+    plan = load_plan(path)
+    if isinstance(plan, TaskPlan):
+        raise MisuseError(
+            rule="This takes the plan of a spec",
+            got=f"{path} is the plan of the task {plan.task}",
+            advice="Train a task in your own loop: oomguard.stepper(plan, model, loss, optimizer).",
+        )
+    return plan
+
+
+def decode_plan(content: bytes, name: str = "The plan") -> Plan | TaskPlan:
     try:
-        version = msgspec.json.decode(content, type=_Versioned).version
+        head = msgspec.json.decode(content, type=_Versioned)
+        version = head.version
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MisuseError(rule=_RULE, got=f"{name} is not one ({error})", advice=_ADVICE) from None
     if version != VERSION:
@@ -72,7 +86,11 @@ def decode_plan(content: bytes, name: str = "The plan") -> Plan:
             advice="Make the plan again, or take the oomguard that wrote it.",
         )
     try:
-        plan = msgspec.json.decode(content, type=Plan)
+        plan: Plan | TaskPlan
+        if head.task is None:
+            plan = msgspec.json.decode(content, type=Plan)
+        else:
+            plan = msgspec.json.decode(content, type=TaskPlan)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         got = f"{name} does not have the right form ({error})"
         raise MisuseError(rule=_RULE, got=got, advice=_ADVICE) from None
@@ -87,10 +105,15 @@ def decode_plan(content: bytes, name: str = "The plan") -> Plan:
 
 class _Versioned(msgspec.Struct):
     version: Any
+    task: Any = None
 
 
-def contradictions(plan: Plan) -> Iterator[str]:
+def contradictions(plan: Plan | TaskPlan) -> Iterator[str]:
     """Facts of a plan that contradict the rest of it, each with the name of its field."""
+    if isinstance(plan, TaskPlan):
+        yield from _exports(plan)
+        yield from _task(plan)
+        return
     for check in (_device_and_fixed, _rungs, _sizes, _buckets, _evidence, _exports):
         yield from check(plan)
 
@@ -188,7 +211,18 @@ def _evidence(plan: Plan) -> Iterator[str]:
         yield "record is not one of the chosen candidate"
 
 
-def _exports(plan: Plan) -> Iterator[str]:
+def _task(plan: TaskPlan) -> Iterator[str]:
+    """Check that the rows of a task's candidates give its batch, and that what was measured is within the budget."""
+    for field, candidate in (("", plan.candidate), *(("fallbacks ", rung.candidate) for rung in plan.fallbacks)):
+        if -(-plan.batch // candidate.microbatch) != candidate.accumulation:
+            yield f"{field}candidate does not give the batch"
+    if plan.record is not None and plan.record not in plan.records:
+        yield "record is not one of records"
+    if plan.record is not None and plan.peak_bytes > plan.budget_bytes:
+        yield "the peak is over budget_bytes"
+
+
+def _exports(plan: Plan | TaskPlan) -> Iterator[str]:
     """Check that the exports are settings of an allocator and nothing else: a training is started with them."""
     for name, value in plan.exports.items():
         if _VARIABLE.fullmatch(name) is None:

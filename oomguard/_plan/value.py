@@ -11,7 +11,7 @@ from oomguard._estimate.breakdown import Estimate
 from oomguard._estimate.target import Target
 from oomguard._plan.buckets import Bucket, Positive
 from oomguard._predict.calibration import Prediction, Size
-from oomguard._probe.record import Record
+from oomguard._probe.record import Probed, Record
 from oomguard._spec.candidate import Candidate, renew
 from oomguard._spec.spec import Spec
 
@@ -240,7 +240,7 @@ class Shortfall(msgspec.Struct, frozen=True, kw_only=True):
     terms: dict[str, int]  # the terms of its estimate
     term: str  # the largest of these terms
     ways: tuple[Way, ...]  # changes that would help; those that make it fit come first
-    records: tuple[Record, ...]  # the records of all probes that were run
+    records: tuple[Probed, ...]  # the records of all probes that were run
 
     @property
     def message(self) -> str:

@@ -22,11 +22,12 @@ import traceback
 
 import msgspec
 
+from oomguard._core.errors import MisuseError
 from oomguard._core.system import write_all
 from oomguard._core.units import KIB, MIB, format_bytes
 from oomguard._device.budget import Reading
 from oomguard._device.find import Device, open_device
-from oomguard._probe.record import Answer, Request
+from oomguard._probe.record import Answer, Request, TaskRequest
 from oomguard._probe.verdict import Verdict, judge, judge_reading
 
 LIFELINE_SECONDS = 1.0  # seconds between checks that the parent lives: a process forked from it can keep stdin open
@@ -44,6 +45,9 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MESSAGE_CHARACTERS = 300
 AGAIN = (Verdict.FITS, Verdict.STRAINED, Verdict.OVER, Verdict.UNSUPPORTED)
 """Verdicts after which a child may serve again. After others, something may be left that memory does not show."""
+
+
+AnyRequest = Request | TaskRequest
 
 
 def main(parent: int, tied: bool) -> None:
@@ -93,12 +97,12 @@ class Server:
 
     def answer(self, line: bytes) -> Answer:
         try:
-            request = msgspec.json.decode(line, type=Request)
+            request: AnyRequest = msgspec.json.decode(line, type=Request | TaskRequest)
             return self._probe(request, open_device(request.device))
         except Exception as error:  # a request that cannot be read, or a device that does not work any more
             return _failed(error)
 
-    def _probe(self, request: Request, device: Device) -> Answer:
+    def _probe(self, request: AnyRequest, device: Device) -> Answer:
         answers: list[Answer] = []
         thread = threading.Thread(target=lambda: answers.append(self._attempt(request, device)))
         thread.start()
@@ -114,7 +118,7 @@ class Server:
             answer, fresh=answer.verdict in AGAIN and self._is_as_new(device.reading(), request)
         )
 
-    def _attempt(self, request: Request, device: Device) -> Answer:
+    def _attempt(self, request: AnyRequest, device: Device) -> Answer:
         try:
             return self._measure(request, device)
         except Exception as error:
@@ -123,15 +127,16 @@ class Server:
         finally:
             device.unlimit()
 
-    def _measure(self, request: Request, device: Device) -> Answer:
+    def _measure(self, request: AnyRequest, device: Device) -> Answer:
         """Warm up, limit, run, read."""
-        from oomguard._probe.sample import Meter
+        from oomguard._probe.sample import Meter, SpecMeter
+        from oomguard._probe.task import TaskMeter
 
         self._warm_up(request, device)
         device.release()
         device.enforce(request.budget_bytes, request.committed_bytes)
         device.reset()
-        meter = Meter(request, device)
+        meter: Meter = SpecMeter(request, device) if isinstance(request, Request) else TaskMeter(request, device)
         meter.warm_up()
         verdict = Verdict.FITS
         while verdict is not Verdict.OVER and len(meter.update_seconds) < request.steps:
@@ -156,27 +161,32 @@ class Server:
             **meter.figures(),
         )
 
-    def _warm_up(self, request: Request, device: Device) -> None:
+    def _warm_up(self, request: AnyRequest, device: Device) -> None:
         """Prepare the device, and load the kernels of the steps (once for each kind), so that they count as runtime."""
         import torch
 
         from oomguard._probe.sample import run_tiny, tiny_candidate, tiny_spec
+        from oomguard._probe.task import run_tiny_task
 
         if request.candidate.threads is None and torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)  # otherwise it would have the threads of the last candidate
         device.settle(request.candidate)
-        spec = tiny_spec(request.spec)
-        kind = msgspec.json.encode((spec, tiny_candidate(spec, request.candidate), request.device))
+        kind = b"task"
+        if isinstance(request, Request):
+            spec = tiny_spec(request.spec)
+            kind = msgspec.json.encode((spec, tiny_candidate(spec, request.candidate), request.device))
         if kind not in self.warmed:
-            run_tiny(request, device)
+            run_tiny(request, device) if isinstance(request, Request) else run_tiny_task(request, device)
             self.warmed.add(kind)
             device.release()
             gc.freeze()  # what is loaded now stays: searching it for garbage again took half of a small probe's time
         if self.base_bytes is None:
             self.base_bytes = device.reading().now_bytes
 
-    def _is_as_new(self, now: Reading, request: Request) -> bool:
+    def _is_as_new(self, now: Reading, request: AnyRequest) -> bool:
         """Whether the memory of this process is back where it was, as far as the next peak could tell."""
+        if isinstance(request, TaskRequest):  # the user's code may leave anything behind
+            return False
         if self.base_bytes is None:  # the candidate was refused before anything ran
             return True
         if self.committed_bytes is None:
@@ -203,9 +213,12 @@ def _await_end(thread: threading.Thread) -> None:
 
 def _failed(error: Exception) -> Answer:
     """Turn an exception into an answer. Only its text is kept."""
-    words = str(error).strip().partition("\n")[0] or type(error).__name__
+    words, verdict, misuse = str(error).strip().partition("\n")[0] or type(error).__name__, judge(error), None
+    if isinstance(error, MisuseError) and verdict is Verdict.UNSUPPORTED:
+        misuse = {"rule": error.rule, "got": error.got, "advice": error.advice}
     return Answer(
-        verdict=judge(error),
+        verdict=verdict,
+        misuse=misuse,
         message=words[:MESSAGE_CHARACTERS],
         error="".join(traceback.format_exception(error)),
     )

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -26,10 +27,9 @@ MAX_SECONDS = 30 * 86_400
 RECORDS = "records.jsonl"  # the file's name in the directory that `--ledger` takes
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A request to a child: one candidate and its limits. Checked when it is made."""
+class Limited(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The part that all requests to a child have: one candidate and its limits. Checked when it is made."""
 
-    spec: Spec
     candidate: Candidate
     device: str  # the device: `cpu`, `cuda:0`
     budget_bytes: int  # with interpreter and libraries (CPU) or the context (CUDA)
@@ -41,7 +41,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     seed: int = 0  # seed of weights and data: the same request gives the same numbers
 
     def __post_init__(self) -> None:
-        check_candidate(self.spec, self.candidate)
         check_whole("budget", self.budget_bytes, 1, MAX_BYTES, optional=False)
         check_whole("a budget of committed bytes", self.committed_bytes, 1, MAX_BYTES)
         check_seconds("The seconds to measure", self.seconds)
@@ -49,11 +48,35 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         check_whole("passes", self.passes, 1, 2, optional=False)
         check_whole("seed", self.seed, 0, (1 << 63) - 1, optional=False)
 
+
+class Request(Limited, frozen=True, kw_only=True, tag=True):
+    """A request to run steps of a spec."""
+
+    spec: Spec
+
+    def __post_init__(self) -> None:
+        check_candidate(self.spec, self.candidate)
+        super().__post_init__()
+
     @property
     def engine(self) -> str:
         """The kernel that runs the cell; raises if the device does not have the one asked for."""
         target = CPU if self.device == "cpu" else Target(device=self.device, cuda=True, runtime_bytes=0)
         return engine_for(self.spec, self.candidate, target)
+
+
+class TaskRequest(Limited, frozen=True, kw_only=True, tag=True):
+    """A request to run steps of a task."""
+
+    name: str  # the name of the task
+    content: bytes | None  # the task itself; None if the child can import it by its name
+    rows: int | None  # rows of the whole batch; None for the microbatches of the candidate
+    seq: int | None  # time steps of the batch; None for the longest samples of the task's data
+
+    @property
+    def engine(self) -> str:
+        """The engine that decides on the heap; which kernels run is up to the model."""
+        return "native"
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,22 +127,12 @@ class Answer(Measured, frozen=True, kw_only=True):
     """The answer of a child."""
 
     fresh: bool = False  # whether the next probe in this child would measure the same as in a new one
+    misuse: dict[str, str] | None = None  # the parts of a MisuseError: what the user has to correct
 
 
-class Record(Measured, frozen=True, kw_only=True):
-    """The result of a probe. Checked when it is made; JSON keeps it unchanged.
+class Probed(Measured, frozen=True, kw_only=True):
+    """The figures of a probe, and the circumstances in which they were measured."""
 
-    `oomguard.probe` makes them; this one is made by hand, since it is of a probe that ran out of memory.
-
-    >>> request = {"spec": Spec(cell="gru", seq=20), "candidate": Candidate(microbatch=32), "device": "cpu"}
-    >>> result = {"engine": "native", "budget_bytes": 300 << 20, "started": "2026-01-31T12:00:00", "seconds": 1.5}
-    >>> record = Record(verdict=Verdict.OOM, message="An allocation was refused.", **request, **result)
-    >>> record.verdict.ran, record.peak_bytes, record.verdict.advice.partition(":")[0]
-    (False, None, 'Memory ran out')
-    """
-
-    spec: Spec
-    """The model, its data and optimizer."""
     candidate: Candidate
     """The knobs."""
     device: str
@@ -150,23 +163,58 @@ class Record(Measured, frozen=True, kw_only=True):
             raise MisuseError(rule="A record of BROKEN has its error", got="got none", advice="Add the traceback.")
 
 
+class Record(Probed, frozen=True, kw_only=True):
+    """The result of a probe. Checked when it is made; JSON keeps it unchanged.
+
+    `oomguard.probe` makes them; this one is made by hand, since it is of a probe that ran out of memory.
+
+    >>> asked = {"spec": Spec(cell="gru", seq=20), "candidate": Candidate(microbatch=32), "device": "cpu"}
+    >>> found = {"engine": "native", "budget_bytes": 300 << 20, "started": "2026-01-31T12:00:00", "seconds": 1.5}
+    >>> record = Record(verdict=Verdict.OOM, message="An allocation was refused.", **asked, **found)
+    >>> record.verdict.ran, record.peak_bytes, record.verdict.advice.partition(":")[0]
+    (False, None, 'Memory ran out')
+    """
+
+    spec: Spec
+    """The model, its data and optimizer."""
+
+
+class TaskRecord(Probed, frozen=True, kw_only=True):
+    """The result of a probe of a task."""
+
+    task: str
+    """The name of the task."""
+    batch: int
+    """Rows of the batch."""
+    seq: int | None
+    """Time steps that were asked for; None for the longest samples of the task's data."""
+
+
 def make_record(request: Request, measured: Measured, began: datetime, title: str | None = None) -> Record:
     engine: str | None = None
     with suppress(MisuseError):  # the device does not have the one asked for
         engine = request.engine
-    return Record(
-        **{name: getattr(measured, name) for name in Measured.__struct_fields__},
-        spec=request.spec,
-        candidate=request.candidate,
-        device=request.device,
-        title=title,
-        engine=engine,
-        budget_bytes=request.budget_bytes,
-        committed_budget_bytes=request.committed_bytes,
-        torch=torch_version(),
-        started=began.isoformat(timespec="milliseconds"),
-        seconds=(datetime.now(UTC) - began).total_seconds(),
-    )
+    return Record(spec=request.spec, engine=engine, **_circumstances(request, measured, began, title))
+
+
+def make_task_record(request: TaskRequest, measured: Measured, began: datetime, title: str | None) -> TaskRecord:
+    knobs = request.candidate
+    rows = request.rows or knobs.microbatch * knobs.accumulation
+    own: dict[str, Any] = {"task": request.name, "batch": rows, "seq": request.seq, "engine": None}
+    return TaskRecord(**own, **_circumstances(request, measured, began, title))
+
+
+def _circumstances(request: Limited, measured: Measured, began: datetime, title: str | None) -> dict[str, Any]:
+    return {name: getattr(measured, name) for name in Measured.__struct_fields__} | {
+        "candidate": request.candidate,
+        "device": request.device,
+        "title": title,
+        "budget_bytes": request.budget_bytes,
+        "committed_budget_bytes": request.committed_bytes,
+        "torch": torch_version(),
+        "started": began.isoformat(timespec="milliseconds"),
+        "seconds": (datetime.now(UTC) - began).total_seconds(),
+    }
 
 
 def check_seconds(name: str, seconds: object) -> None:

@@ -15,7 +15,7 @@ import weakref
 from contextlib import AbstractContextManager, suppress
 from datetime import UTC, datetime
 from signal import Signals
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -26,11 +26,22 @@ from oomguard._device.find import find_target, open_device
 from oomguard._device.proc import read_status
 from oomguard._estimate.breakdown import estimate_step
 from oomguard._estimate.target import CPU_RUNTIME_BYTES
-from oomguard._probe.record import Answer, Measured, Record, Request, check_seconds, make_record
+from oomguard._probe.record import (
+    Answer,
+    Measured,
+    Record,
+    Request,
+    TaskRecord,
+    TaskRequest,
+    check_seconds,
+    make_record,
+    make_task_record,
+)
 from oomguard._probe.verdict import Verdict, judge, judge_exit
 from oomguard._spec.candidate import Candidate
 from oomguard._spec.spec import Spec
 
+AnyRequest = TypeVar("AnyRequest", Request, TaskRequest)
 TIMEOUT_SECONDS = 600.0  # default time limit of a probe
 POLL_SECONDS = 0.02  # seconds between readings of the child's memory while it works
 REAP_SECONDS = 30.0  # seconds to wait for the end of a killed child: freeing a card can take seconds
@@ -86,35 +97,47 @@ class Runner(AbstractContextManager["Runner", None]):
 
         `seconds`, `steps` and `passes` say how much is measured, as in `Request`.
         """
+        limits = {"budget_bytes": budget_bytes, "committed_bytes": committed_bytes, "seconds": seconds}
+        asked: dict[str, Any] = limits | {"spec": spec, "candidate": candidate, "steps": steps, "passes": passes}
+        with self._lock:
+            request, measured, began = self._ask(Request, asked, timeout)
+            return make_record(request, measured, began, self.device.title())
+
+    def probe_task(self, timeout: float | None = None, **asked: Any) -> TaskRecord:
+        """Run a few real steps of a task. `asked` are fields of a `TaskRequest`; those of the device may be left out.
+
+        Raises `MisuseError` if the user's own code fails.
+        """
+        with self._lock:
+            request, measured, began = self._ask(TaskRequest, asked, timeout)
+            if isinstance(measured, Answer) and measured.misuse is not None:
+                raise MisuseError(**measured.misuse)
+            return make_task_record(request, measured, began, self.device.title())
+
+    def _ask(
+        self, kind: type[AnyRequest], asked: dict[str, Any], timeout: float | None
+    ) -> tuple[AnyRequest, Measured, datetime]:
+        """Send a request whose limits, where they are None, are those of the device; returns what was measured."""
         timeout = self.timeout if timeout is None else timeout
         check_seconds("The time limit of a probe", timeout)
-        with self._lock:
-            began = datetime.now(UTC)
-            free = self.free()
-            request = Request(
-                spec=spec,
-                candidate=candidate,
-                device=self.device.name,
-                budget_bytes=free.device_bytes if budget_bytes is None else budget_bytes,
-                committed_bytes=free.committed_bytes if committed_bytes is None else committed_bytes,
-                seconds=self.seconds if seconds is None else seconds,
-                steps=steps,
-                passes=passes,
-            )
-            limit_bytes = request.budget_bytes if self.device.name == "cpu" else free.host_bytes
-            try:
-                measured = self._watch(self._ready(request), request, timeout, limit_bytes, free.device_bytes)
-                if not (isinstance(measured, Answer) and measured.fresh):
-                    self.close()
-            except MisuseError as error:  # the device does not have the engine
-                measured = Measured(verdict=judge(error), message=str(error))
-            except OSError as error:  # no child could be started
+        began, free = datetime.now(UTC), self.free()
+        usual = {"budget_bytes": free.device_bytes, "committed_bytes": free.committed_bytes, "seconds": self.seconds}
+        given = {name: value for name, value in asked.items() if value is not None or name not in usual}
+        request = kind(device=self.device.name, **usual | given)
+        limit_bytes = request.budget_bytes if self.device.name == "cpu" else free.host_bytes
+        try:
+            measured = self._watch(self._ready(request), request, timeout, limit_bytes, free.device_bytes)
+            if not (isinstance(measured, Answer) and measured.fresh):
                 self.close()
-                measured = Measured(verdict=judge(error), message=str(error), error=traceback.format_exc())
-            except BaseException:  # Ctrl-C too
-                self.close()
-                raise
-            return make_record(request, measured, began, self.device.title())
+        except MisuseError as error:  # the device does not have the engine
+            measured = Measured(verdict=judge(error), message=str(error))
+        except OSError as error:  # no child could be started
+            self.close()
+            measured = Measured(verdict=judge(error), message=str(error), error=traceback.format_exc())
+        except BaseException:  # Ctrl-C too
+            self.close()
+            raise
+        return request, measured, began
 
     def free(self) -> "Free":
         """Read the memory that a child may use now. The memory of the present child counts as free."""
@@ -136,13 +159,14 @@ class Runner(AbstractContextManager["Runner", None]):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _ready(self, request: Request) -> "_Child":
+    def _ready(self, request: Request | TaskRequest) -> "_Child":
         """Return the present child if it lives, has the candidate's environment and no other kernels; else a new one.
 
         Kernels stay loaded: oneDNN's LSTM takes 11 MiB that would count in the peak of PyTorch's own.
         """
         environment, child = self.device.environment(request.candidate, request.engine), self._child
-        kind, largest_bytes = (environment, request.engine, request.candidate.precision), _largest_bytes(request)
+        kind: Any = (type(request), environment, request.engine, request.candidate.precision)
+        largest_bytes = _largest_bytes(request)
         usable = child is not None and child.kind == kind and child.process.poll() is None
         if child is None or not usable or largest_bytes < child.raised_bytes:
             self.close()
@@ -150,7 +174,9 @@ class Runner(AbstractContextManager["Runner", None]):
         child.raised_bytes = largest_bytes
         return child
 
-    def _watch(self, child: "_Child", request: Request, timeout: float, limit_bytes: int, free_bytes: int) -> Measured:
+    def _watch(
+        self, child: "_Child", request: Request | TaskRequest, timeout: float, limit_bytes: int, free_bytes: int
+    ) -> Measured:
         """Send the request, and watch the child until it answers, ends, grows too large or takes too long.
 
         It may use `limit_bytes` of host memory, and `free_bytes` are free on its device.
@@ -173,7 +199,7 @@ class Runner(AbstractContextManager["Runner", None]):
             words = child.end()
             what = _exit_message(code) + _too_little(min(limit_bytes, request.committed_bytes or limit_bytes))
             left_bytes = None
-            if not on_cpu:
+            if not on_cpu and isinstance(request, Request):
                 estimate = estimate_step(request.spec, request.candidate, find_target(request.device))
                 left_bytes = free_bytes - int(estimate.total_bytes)
             return child.figures(judge_exit(code, words, left_bytes), what, words, on_cpu)
@@ -190,15 +216,16 @@ class Free(NamedTuple):
     committed_bytes: int | None
 
 
-def _largest_bytes(request: Request) -> int:
+def _largest_bytes(request: Request | TaskRequest) -> int:
     """Estimate the largest block of a pass, where that sets the thresholds of the C heap; 0 where they are fixed.
 
     glibc raises its thresholds to the largest freed block (malloc.c, glibc 2.36) and then keeps smaller blocks in the
     heap. In a child that had run larger blocks before, an LSTM in chunks took 0.7 of the time of a new process.
     """
-    spec, knobs = request.spec, request.candidate
-    if request.device != "cpu" or knobs.allocator != "system":
+    knobs = request.candidate
+    if request.device != "cpu" or knobs.allocator != "system" or isinstance(request, TaskRequest):
         return 0
+    spec = request.spec
     piece = -(-min(spec.steps, knobs.window or spec.steps) // knobs.segments)
     return 4 * knobs.microbatch * piece * max(4 * spec.hidden, spec.inputs)
 

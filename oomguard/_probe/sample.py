@@ -1,20 +1,23 @@
 """The steps of a probe: random microbatches of the largest size, and their times. Only the child imports this."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from oomguard._batch import leaves_of
 from oomguard._device.find import Device
 from oomguard._probe.record import Request
 from oomguard._rnn import Microbatch
 from oomguard._spec.candidate import Candidate, make_candidate
 from oomguard._spec.spec import Spec
-from oomguard._step import Training, prepare, step
+from oomguard._step import Piece, Training, prepare, step
 
 PASSES = 2  # passes of a tiny step
 FEW = 4  # time steps of a tiny step
@@ -80,21 +83,89 @@ def random_microbatch(spec: Spec, rows: int, generator: torch.Generator, steps: 
 
 
 class Meter:
-    """Runs the steps of a candidate, and keeps times and sizes of tensors."""
+    """Keeps the times of steps and passes, and the sizes of tensors."""
 
-    def __init__(self, request: Request, device: Device) -> None:
-        self.device, self.spec, self.candidate = device, request.spec, request.candidate
-        self.passes = min(request.passes, request.candidate.accumulation)  # of a measured step
-        rows = request.candidate.microbatch
-        self.tokens = sum(longest_lengths(request.spec, rows) or [rows * request.spec.steps])  # real ones of a pass
-        torch.manual_seed(request.seed)
-        self.training: Training = prepare(request.spec, request.candidate, device.name)
-        self.generator = _seeded(request, device)
+    model: nn.Module
+    optimizer: Optimizer
+
+    def __init__(self, candidate: Candidate, device: Device, batch: int, tokens: int, passes: int) -> None:
+        self.candidate, self.device = candidate, device
+        self.batch = batch  # rows of the whole batch
+        self.tokens = tokens  # real time steps of a pass
+        self.passes = min(passes, candidate.accumulation)  # of a measured step
         self.pass_seconds: list[float] = []
         self.update_seconds: list[float] = []
         self.skipped = 0
         self.sizes = {"weights": 0, "gradients": 0, "optimizer": 0, "input": 0}
         self._resumed = 0.0
+
+    def warm_up(self) -> None:
+        """Run a step that is not timed, so that the first measured step finds the optimizer's state."""
+        raise NotImplementedError
+
+    def step(self) -> None:
+        """Run one measured step."""
+        raise NotImplementedError
+
+    def figures(self) -> dict[str, Any]:
+        """Return the times of a record. An uneven last microbatch counts by its share."""
+        passes = self.batch / self.candidate.microbatch
+        seconds_per_pass, seconds_per_update = median(self.pass_seconds), median(self.update_seconds)
+        seconds_per_step = passes * seconds_per_pass + seconds_per_update
+        return {
+            "seconds_per_step": seconds_per_step,
+            "tokens_per_second": passes * self.tokens / seconds_per_step,
+            "seconds_per_pass": seconds_per_pass,
+            "fastest_pass_seconds": min(self.pass_seconds),
+            "seconds_per_update": seconds_per_update,
+            "passes": len(self.pass_seconds),
+            "steps": len(self.update_seconds),
+            "skipped": self.skipped,
+        }
+
+    def timed(self, makers: Iterable[Callable[[], Piece]]) -> Iterator[Piece]:
+        """Yield microbatches. A pass lasts from when its microbatch is handed over until the next one is asked for."""
+        for make in makers:
+            made = [make()]
+            self.sizes["input"] = self.bytes_of(leaves_of(made[0]).values())
+            self.device.wait()
+            began = perf_counter()
+            yield made.pop()  # held by nobody here, so that it goes when its pass is over
+            self.device.wait()
+            self.pass_seconds.append(perf_counter() - began)
+            self.sizes["gradients"] = self.bytes_of(p.grad for p in self.model.parameters())
+            self._resumed = perf_counter()
+
+    def end_step(self) -> None:
+        """Note the time of the update, and the sizes of weights and state."""
+        self.device.wait()
+        self.update_seconds.append(perf_counter() - self._resumed)
+        self.sizes["weights"] = self.bytes_of(self.model.parameters())
+        states = self.optimizer.state.values()
+        self.sizes["optimizer"] = self.bytes_of(value for state in states for value in state.values())
+
+    def bytes_of(self, tensors: Iterable[object]) -> int:
+        """Add up the bytes of the tensors on the device, each storage once (cuDNN shares one among weights)."""
+        kind = torch.device(self.device.name).type
+        sizes: dict[int, int] = {}
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.device.type == kind:
+                parts = [tensor._indices(), tensor._values()] if tensor.is_sparse else [tensor]
+                sizes |= {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}
+        return sum(sizes.values())
+
+
+class SpecMeter(Meter):
+    """Runs the steps of a candidate of a spec."""
+
+    def __init__(self, request: Request, device: Device) -> None:
+        self.spec, rows = request.spec, request.candidate.microbatch
+        tokens = sum(longest_lengths(request.spec, rows) or [rows * request.spec.steps])
+        super().__init__(request.candidate, device, request.spec.batch, tokens, request.passes)
+        torch.manual_seed(request.seed)
+        self.training: Training = prepare(request.spec, request.candidate, device.name)
+        self.model, self.optimizer = self.training.model, self.training.optimizer
+        self.generator = _seeded(request, device)
 
     def warm_up(self) -> None:
         """Run a step that is not timed, so that the first measured step finds the optimizer's state.
@@ -115,56 +186,16 @@ class Meter:
         The second pass finds the gradients and the heap of the first, as all further ones would (with one pass, a GRU's
         growth was 11 % too low). If only one pass is measured, a short one before it leaves its gradients.
         """
-        outcome = step(self.training, self._timed(), targets=self.passes * self.tokens)
-        self.device.wait()
-        self.update_seconds.append(perf_counter() - self._resumed)
+        outcome = step(self.training, self._feed(), targets=self.passes * self.tokens)
+        self.end_step()
         self.skipped += outcome.skipped
-        self.sizes["weights"] = self._bytes(self.training.model.parameters())
-        self.sizes["optimizer"] = self._bytes(
-            value for state in self.training.optimizer.state.values() for value in state.values()
-        )
 
-    def figures(self) -> dict[str, Any]:
-        """Return the times of a record. An uneven last microbatch counts by its share."""
-        passes = self.spec.batch / self.candidate.microbatch
-        seconds_per_pass, seconds_per_update = median(self.pass_seconds), median(self.update_seconds)
-        seconds_per_step = passes * seconds_per_pass + seconds_per_update
-        return {
-            "seconds_per_step": seconds_per_step,
-            "tokens_per_second": passes * self.tokens / seconds_per_step,
-            "seconds_per_pass": seconds_per_pass,
-            "fastest_pass_seconds": min(self.pass_seconds),
-            "seconds_per_update": seconds_per_update,
-            "passes": len(self.pass_seconds),
-            "steps": len(self.update_seconds),
-            "skipped": self.skipped,
-        }
-
-    def _timed(self) -> Iterator[Microbatch]:
-        """Yield full microbatches. A pass lasts from when it is handed over until the next one is asked for."""
-        rows = self.candidate.microbatch
+    def _feed(self) -> Iterator[Microbatch]:
+        """Yield full microbatches, which are timed."""
+        make = partial(random_microbatch, self.spec, self.candidate.microbatch, self.generator)
         if self.passes < min(PASSES, self.candidate.accumulation):
-            yield random_microbatch(self.spec, rows, self.generator, FEW)
-        for _ in range(self.passes):
-            made = [random_microbatch(self.spec, rows, self.generator)]
-            self.sizes["input"] = self._bytes(made[0])
-            self.device.wait()
-            began = perf_counter()
-            yield made.pop()  # held by nobody here, so that it goes when its pass is over
-            self.device.wait()
-            self.pass_seconds.append(perf_counter() - began)
-            self.sizes["gradients"] = self._bytes(p.grad for p in self.training.model.parameters())
-            self._resumed = perf_counter()
-
-    def _bytes(self, tensors: Iterable[object]) -> int:
-        """Add up the bytes of the tensors on the device, each storage once (cuDNN shares one among weights)."""
-        kind = torch.device(self.device.name).type
-        sizes: dict[int, int] = {}
-        for tensor in tensors:
-            if isinstance(tensor, Tensor) and tensor.device.type == kind:
-                parts = [tensor._indices(), tensor._values()] if tensor.is_sparse else [tensor]
-                sizes |= {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}
-        return sum(sizes.values())
+            yield make(FEW)
+        yield from self.timed([make] * self.passes)
 
 
 def _seeded(request: Request, device: Device) -> torch.Generator:

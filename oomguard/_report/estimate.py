@@ -8,7 +8,7 @@ import msgspec
 from oomguard._core.units import format_bytes, format_seconds
 from oomguard._device.cuda import Cuda
 from oomguard._estimate.breakdown import KNOWN, Estimate
-from oomguard._probe.record import Record
+from oomguard._probe.record import Probed, Record, TaskRecord
 from oomguard._report.tables import Table, printer, show_table
 from oomguard._report.words import candidate_words, peak_words, sentence, spec_words, times
 from oomguard._spec.candidate import Candidate
@@ -54,7 +54,7 @@ def _attrs(value: object, *names: str) -> dict[str, Any]:
     return {name: getattr(value, name) for name in names}
 
 
-def record_json(record: Record, estimate: Estimate) -> dict[str, Any]:
+def record_json(record: Record | TaskRecord, estimate: Estimate) -> dict[str, Any]:
     """The estimate, and the fields of the record beside it. Those that both have are called measured_..."""
     same = ("spec", "candidate", "device", "engine", "budget_bytes")
     fields = {name: value for name, value in msgspec.to_builtins(record).items() if name not in same}
@@ -151,10 +151,16 @@ def _bar(width: float) -> str:
     return "█" * (halves // 2) + "▌" * (halves % 2)
 
 
-def show_record(record: Record, estimate: Estimate, console: "Console") -> None:
+def show_record(record: Record | TaskRecord, estimate: Estimate, console: "Console") -> None:
     """Print the result of a probe: measured beside estimated memory, the verdict, and the speed."""
     say = printer(console)
-    _show_title(record.spec, estimate, console)
+    if isinstance(record, Record):
+        _show_title(record.spec, estimate, console)
+    else:
+        length = "the longest samples" if record.seq is None else f"T = {record.seq:,}"
+        say(f"{record.task}, {length}, batch {record.batch:,} on {record.device}", "bold")
+        say(sentence(candidate_words(record.candidate)))
+        say("")
     show_table(_comparison(record, estimate), console)
     say("")
     say(f"{record.verdict.name}: {record.message}", "bold green" if record.verdict.ran else "bold red")
@@ -170,7 +176,7 @@ def show_record(record: Record, estimate: Estimate, console: "Console") -> None:
             say(line, "dim")
 
 
-def _comparison(record: Record, estimate: Estimate) -> Table:
+def _comparison(record: Probed, estimate: Estimate) -> Table:
     """Estimated and measured terms, with the error of the estimate, then the limits."""
     measured = record.terms or {}
     rest = sum(int(size) for name, size in estimate.terms.items() if name not in KNOWN)  # a probe has no loader

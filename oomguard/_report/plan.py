@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from oomguard._core.units import format_bytes, format_seconds
+from oomguard._plan.task_value import TaskPlan
 from oomguard._plan.value import LossyGain, Plan, Shortfall, epoch_of
 from oomguard._report import plan_tables
 from oomguard._report.tables import Section, Table, printer, show_sections
@@ -31,7 +32,7 @@ AIMS = {"throughput": "fastest candidate", "microbatch": "largest microbatch", "
 """The goal that each value of `--maximize` stands for."""
 
 
-def plan_json(plan: Plan) -> str:
+def plan_json(plan: Plan | TaskPlan) -> str:
     """The plan as its file has it, in ASCII."""
     text = msgspec.json.format(msgspec.json.encode(plan), indent=2).decode() + "\n"
     return text if text.isascii() else json.dumps(plan.to_dict(), indent=2) + "\n"
@@ -225,7 +226,8 @@ def _start(plan: Plan) -> Section:
     return Section(title="Start", sentences=tuple(sentences), lines=(*lines, command))
 
 
-def explain_shortfall(shortfall: Shortfall, spec: Spec, device: str) -> list[Section]:
+def explain_shortfall(shortfall: Shortfall, spec: Spec | str, device: str) -> list[Section]:
+    """Why nothing fits, for a spec or for the task of that name."""
     needed, term, ways = format_bytes(shortfall.needed_bytes), shortfall.term, shortfall.ways
     total, size = sum(shortfall.terms.values()), shortfall.terms[term]
     smallest = f"The smallest candidate needs {needed} with its margin, of {format_bytes(shortfall.budget_bytes)}"
@@ -248,7 +250,8 @@ def explain_shortfall(shortfall: Shortfall, spec: Spec, device: str) -> list[Sec
         align="lrll",
         caption="Changes that would lower the memory that is needed",
     )
+    subject = f"{spec} on {device}" if isinstance(spec, str) else task_words(spec, device)
     return [
-        Section(title=f"NOTHING FITS: {task_words(spec, device)}", sentences=tuple(sentences)),
+        Section(title=f"NOTHING FITS: {subject}", sentences=tuple(sentences)),
         Section(title="What would help", sentences=(advice,), table=table if ways else None),
     ]

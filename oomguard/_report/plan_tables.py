@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from oomguard._core.units import format_bytes, format_seconds
 from oomguard._plan.buckets import Bucket
+from oomguard._plan.task_value import TaskPlan
 from oomguard._plan.value import Plan, Point, Rung
 from oomguard._probe.record import Record
 from oomguard._report.tables import Section, Table, from_columns
@@ -126,7 +127,7 @@ def fallbacks(plan: Plan) -> Section:
     return Section(title="Fallbacks", sentences=(use,), table=table)
 
 
-def environment(plan: Plan) -> Section:
+def environment(plan: Plan | TaskPlan) -> Section:
     made_with = plan.environment
     versions = [
         f"oomguard {made_with.oomguard}",

@@ -21,7 +21,7 @@ from oomguard._estimate.malloc import default_allocator
 from oomguard._estimate.moments import TERMS
 from oomguard._estimate.target import Target
 from oomguard._plan.make import pareto_front
-from oomguard._plan.store import load_plan
+from oomguard._plan.store import load_spec_plan
 from oomguard._plan.value import Plan
 from oomguard._predict.calibration import Calibration
 from oomguard._probe.record import RECORDS, Ledger, Record
@@ -230,7 +230,7 @@ def _read_measured(measured: Any) -> tuple[tuple[Record, ...], Plan | None]:
                 got=f"there is no {path}",
                 advice="Give the path of a plan.json, or the directory that --ledger named.",
             )
-        measured = Ledger(path) if path.suffix == ".jsonl" else load_plan(path)
+        measured = Ledger(path) if path.suffix == ".jsonl" else load_spec_plan(path)
     if isinstance(measured, Plan):
         return measured.records, measured
     source = measured.read() if isinstance(measured, Ledger) else () if measured is None else measured

@@ -77,6 +77,13 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     return rebuilt(value, {key: mapped(function, part) for key, part in children(value).items()})
 
 
+def tensors_of(batch: Any) -> list[Tensor]:
+    """All tensors of a batch."""
+    found: list[Tensor] = []
+    mapped(found.append, batch)
+    return found
+
+
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Every part of a batch that has no parts of its own, with its path."""
     parts = children(value)

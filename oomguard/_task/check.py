@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from oomguard._core.errors import MisuseError
 from oomguard._device.cpu import Cpu
+from oomguard._rnn.segmented import segmented
 from oomguard._task.ask import ask, send
 from oomguard._task.batches import TINY_STEPS, Batches, count_rows, mapped
 from oomguard._task.child import load, seed
@@ -20,6 +21,7 @@ from oomguard._task.task import Task
 from oomguard._task.trace import build, evaluate
 
 ROWS, MICROBATCH = 6, 2  # rows of the tiny batch, and of the microbatches that it is split into
+SEGMENTS = 3  # segments of the recurrent calls
 SECONDS = 180.0  # time limit of the child
 TOLERANCE = 1e-8
 """The largest difference of gradients, relative to the largest entry, that counts as rounding in double precision."""
@@ -89,17 +91,33 @@ def check_microbatch(trial: Trial) -> Finding:
     return Finding("microbatch", not reason, difference, reason)
 
 
-CHECKS: dict[str, Callable[[Trial], Finding]] = {"microbatch": check_microbatch}
+def check_segments(trial: Trial) -> Finding:
+    """Compare the gradient of recurrent calls in segments with that of whole ones."""
+    whole = _whole(trial)[0]
+    plain = trial.gradient([whole], [ROWS])
+    with segmented(SEGMENTS):
+        difference = _difference(plain, trial.gradient([whole], [ROWS]))
+    again = difference > TOLERANCE and _difference(plain, trial.gradient([whole], [ROWS])) > TOLERANCE
+    reason = "The loss is random in a way that seeds do not govern." if again else "Segments change the gradient."
+    return Finding("segments", difference <= TOLERANCE, difference, reason * (difference > TOLERANCE))
+
+
+CHECKS: dict[str, Callable[[Trial], Finding]] = {"microbatch": check_microbatch, "segments": check_segments}
 """The check of every knob that can change the gradient of a task."""
 
 
 def _batches(trial: Trial) -> tuple[Any, list[Any]]:
     """A batch of samples of unequal length, and its microbatches."""
+    whole, steps = _whole(trial)
+    return whole, trial.batches.split(whole, MICROBATCH, steps)
+
+
+def _whole(trial: Trial) -> tuple[Any, int]:
+    """A batch of samples of unequal length, and the length that they are close to."""
     seed()
-    samples, batches = trial.batches.samples, trial.batches
+    samples = trial.batches.samples
     steps = TINY_STEPS if samples is None else sum(samples.lengths.values()) // len(samples.lengths)
-    whole = batches.make(ROWS, steps)
-    return whole, batches.split(whole, MICROBATCH, steps)
+    return trial.batches.make(ROWS, steps), steps
 
 
 def _reason(trial: Trial, whole: Any, pieces: list[Any], plain: Tensor) -> str:

@@ -2,6 +2,7 @@
 
 import math
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,11 +14,11 @@ from oomguard._core.errors import MisuseError, OomguardError
 from oomguard._core.units import format_bytes
 from oomguard._device.cpu import Cpu
 from oomguard._estimate.target import Target
-from oomguard._task.batches import Batches, mapped
-from oomguard._task.task import Task, line_of, resolve
+from oomguard._task.batches import Batches, Layout, mapped, tensors_of
+from oomguard._task.task import USUAL_ROWS, Task, line_of, resolve
 from oomguard._task.trace import Trace, build, evaluate, make_optimizer, mean_of, trace
 
-USUAL_ROWS = 32  # rows of a microbatch if neither the user nor a loader says
+PATIENCE_SECONDS = 40.0  # time for several traces of one task
 HELD_OUT_ERROR = 0.03  # the largest error of a fit on the pass that it has not seen
 POINTS = ((2, 1), (4, 1), (2, 2), (4, 2), (6, 3))
 """Rows and lengths (in units of the shortest) of the passes that a fit is made from. The last one is held out."""
@@ -36,6 +37,7 @@ class Question:
     accumulation: int
     limit_bytes: int  # memory that the child may use
     traced: bool = True  # whether to trace; otherwise tiny real passes are measured
+    training: bool = True  # otherwise an evaluation, without gradients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,8 @@ class Answer:
     rows: int
     runtime_bytes: int  # resident bytes of the process with the user's imports, after a tiny step
     notes: tuple[str, ...]
+    row_bytes: int  # bytes of a row of the batch
+    layout: Layout  # where a batch holds its rows
 
 
 def load(source: str | bytes) -> Task:
@@ -72,38 +76,51 @@ def seed(number: int = 0) -> None:
     torch.manual_seed(number)
 
 
-def answer(fields: dict[str, Any]) -> Answer:
-    """Try the task, measure what the process needs without it, and trace or fit one step.
+def answers(fields: dict[str, Any]) -> list[Answer]:
+    """Try the task, measure what the process needs without it, and trace or fit a step for every run.
 
-    The fields are those of a `Question`: the parent does not import this module, since torch takes seconds.
+    The fields are those of a `Question`: the parent does not import this module, since torch takes seconds. Each of
+    `runs` replaces some of them. After two runs, the others are left out if `PATIENCE_SECONDS` have passed.
     """
-    question, device = Question(**fields), Cpu()
+    runs, device, found = fields.pop("runs"), Cpu(), list[Answer]()
+    question = Question(**fields)
     task = load(question.source)
     device.enforce(question.limit_bytes)
     batches = Batches(task)
     seed()
-    _try(task, batches, question.steps)
+    try_task(task, batches, question.steps)
     device.release()
     runtime_bytes = device.reading().now_bytes
-    if isinstance(question.source, bytes):  # the tiny step may have left states in it
-        task = load(question.source)
-        batches = Batches(task)
+    began = time.monotonic()
+    for run in runs:
+        if len(found) < 2 or time.monotonic() - began < PATIENCE_SECONDS:
+            if isinstance(question.source, bytes):  # a step may have left states in it
+                task = load(question.source)
+                batches = Batches(task)
+            found.append(_answer(task, batches, replace(question, **run), runtime_bytes))
+    return found
+
+
+def _answer(task: Task, batches: Batches, question: Question, runtime_bytes: int) -> Answer:
     rows = question.rows or (batches.samples and batches.samples.batch_size) or USUAL_ROWS
     notes = [batches.samples.words] if batches.samples is not None else []
-    step, why = _traced(task, batches, question, rows) if question.traced else (None, "the trace took too long")
+    batch = batches.make(rows, question.steps)
+    row_bytes = sum(tensor.nbytes for tensor in tensors_of(batch)) // rows
+    step, why = _traced(task, batch, question) if question.traced else (None, "the trace took too long")
     if step is None:
         step = _fitted(task, batches, question, rows, why)
         notes.append(f"It is extrapolated from a few tiny passes, since the model could not be traced ({why}).")
     if not step.cells:
         notes.append("The model has no recurrent calls that segments could reach: they will not help.")
-    return Answer(step=step, rows=rows, runtime_bytes=runtime_bytes, notes=tuple(notes))
+    facts: dict[str, Any] = {"runtime_bytes": runtime_bytes, "row_bytes": row_bytes, "layout": batches.layout}
+    return Answer(step=step, rows=rows, notes=tuple(notes), **facts)
 
 
-def _try(task: Task, batches: Batches, steps: int | None) -> None:
+def try_task(task: Task, batches: Batches, steps: int | None, device: str = "cpu") -> None:
     """Run one real step on a tiny batch, so that errors of the user's code are found where they can be explained."""
-    model = build(task).to("cpu").train()
+    model = build(task).to(device).train()
     optimizer = make_optimizer(task, model)
-    batch = mapped(lambda tensor: tensor.to("cpu"), batches.tiny(2, steps))
+    batch = mapped(lambda tensor: tensor.to(device), batches.tiny(2, steps))
     loss = mean_of(*evaluate(task, model, batch))
     if not math.isfinite(loss.item()):
         raise MisuseError(
@@ -116,9 +133,9 @@ def _try(task: Task, batches: Batches, steps: int | None) -> None:
         optimizer.step()
 
 
-def _traced(task: Task, batches: Batches, question: Question, rows: int) -> tuple[Trace | None, str]:
+def _traced(task: Task, batch: Any, question: Question) -> tuple[Trace | None, str]:
     """Trace the step. If fake tensors cannot run the model, there is a reason instead."""
-    model, batch = build(task).to("cpu"), batches.make(rows, question.steps)
+    model = build(task).to("cpu")
     try:
         return _run(task, model, batch, question, fake=True), ""
     except Exception as error:
@@ -129,6 +146,7 @@ def _traced(task: Task, batches: Batches, question: Question, rows: int) -> tupl
 def _run(task: Task, model: torch.nn.Module, batch: Any, question: Question, *, fake: bool) -> Trace:
     passes = 2 if question.accumulation > 1 else 1
     options: dict[str, Any] = {"heap": question.heap, "segments": question.segments, "passes": passes, "fake": fake}
+    options["training"] = question.training
     return trace(task, model, batch, question.target, **options)
 
 

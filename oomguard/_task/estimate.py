@@ -26,26 +26,53 @@ COUNTED = ("microbatch", "accumulation", "segments", "allocator", "threads")
 
 
 def estimate_task(
-    task: Task | str, knobs: dict[str, Any], target: Target, *, steps: int | None = None, seconds: float = SECONDS
+    task: Task | str,
+    knobs: dict[str, Any],
+    target: Target,
+    *,
+    steps: int | None = None,
+    training: bool = True,
+    seconds: float = SECONDS,
 ) -> Estimate:
     """Estimate one optimizer step of a task, or of the task of that name, without running it at full size."""
-    candidate = Candidate(**{"microbatch": 1} | knobs)
-    _check_counted(candidate)
-    rows, heap = knobs.get("microbatch"), heap_of(candidate.allocator, "native")
-    question = {"source": send(task, rows, steps), "rows": rows, "steps": steps, "target": target, "heap": heap}
-    question |= {"segments": candidate.segments, "accumulation": candidate.accumulation}
-    answer: Answer | None = None
+    _check_counted(Candidate(**{"microbatch": 1} | knobs))
+    run = knobs | {"training": training}
+    answer = trace_task(task, [run], target, allocator=knobs.get("allocator"), steps=steps, seconds=seconds)[0]
+    return to_estimate(answer, Candidate(**knobs | {"microbatch": answer.rows}), target)
+
+
+def trace_task(
+    task: Task | str,
+    runs: list[dict[str, Any]],
+    target: Target,
+    *,
+    allocator: str | None,
+    steps: int | None,
+    seconds: float = SECONDS,
+) -> "list[Answer]":
+    """Trace steps of a task in one child process, each with its microbatch, accumulation, segments and `training`.
+
+    There are fewer answers than runs (at least two) if they take long.
+    """
+    heap, most = heap_of(allocator, "native"), max((run.get("microbatch") or 0 for run in runs), default=0)
+    question: dict[str, Any] = {
+        "source": send(task, most or None, steps),
+        "steps": steps,
+        "target": target,
+        "heap": heap,
+    }
+    names = {"microbatch": "rows"} | {name: name for name in ("accumulation", "segments", "training")}
+    usual = {"rows": None, "accumulation": 1, "segments": 1}
+    question |= usual | {"runs": [{names[k]: value for k, value in run.items() if k in names} for run in runs]}
     for traced in (True, False):
         with suppress(TimeoutError):  # a trace that takes too long is followed by a fit
-            answer = ask("child", "answer", question | {"traced": traced}, seconds, ENVIRONMENT[heap])
-            break
-    if answer is None:
-        raise MisuseError(
-            rule=f"The estimate of a task takes at most {format_seconds(seconds)}",
-            got="neither a trace nor tiny passes were done by then",
-            advice="Give shorter sequences or fewer rows.",
-        )
-    return to_estimate(answer, Candidate(**knobs | {"microbatch": answer.rows}), target)
+            found: list[Answer] = ask("child", "answers", question | {"traced": traced}, seconds, ENVIRONMENT[heap])
+            return found
+    raise MisuseError(
+        rule=f"The estimate of a task takes at most {format_seconds(seconds)}",
+        got="neither a trace nor tiny passes were done by then",
+        advice="Give shorter sequences or fewer rows.",
+    )
 
 
 def _check_counted(candidate: Candidate) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 NAME = re.compile(r"[A-Za-z_][\w.]*:[\w.]+")
 """The form of a task's name on the command line: `package.module:task`."""
+USUAL_ROWS = 32  # rows of a batch if neither the user nor a loader says
 _FORMS = "loss(model, batch), or loss(model, batch, state) for a loss that is computed piece by piece"
 
 
@@ -106,6 +107,14 @@ def _check_loader(loader: Any) -> None:
     else:
         return
     raise MisuseError(rule="data must be a DataLoader whose samples have indices", got=got, advice=advice)
+
+
+def name_of(task: Task | str) -> str:
+    """The name of a task as plans and records have it; for a task that has none, that of what builds its model."""
+    if isinstance(task, str):
+        return task
+    made: Any = task.model if hasattr(task.model, "__qualname__") else type(task.model)
+    return f"{made.__module__}:{made.__qualname__}"
 
 
 def line_of(function: Any) -> str:

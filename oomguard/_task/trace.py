@@ -58,12 +58,17 @@ def make_optimizer(task: Task, model: nn.Module) -> torch.optim.Optimizer:
         return make(model.parameters())  # type: ignore[no-any-return]
 
 
-def evaluate(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-    """The loss of a batch as a sum and its weight; the weight of a mean is None."""
+def call_loss(task: Task, model: nn.Module, batch: Any) -> Any:
+    """Whatever the loss of a batch returns."""
     state = (None,) if task.piecewise else ()
     advice = "Correct that line; model and batch are on the same device when it is called."
     with user_code("The loss must run on a batch", task.loss, advice):
-        result = task.loss(model, batch, *state)
+        return task.loss(model, batch, *state)
+
+
+def evaluate(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+    """The loss of a batch as a sum and its weight; the weight of a mean is None."""
+    result = call_loss(task, model, batch)
     total, weight = result[:2] if isinstance(result, tuple | list) and len(result) >= 2 else (result, None)
     if not isinstance(total, Tensor) or total.numel() != 1:
         what = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else shown(total)
@@ -84,11 +89,12 @@ def mean_of(total: Tensor, weight: Any) -> Tensor:
 
 def trace(
     task: Task, model: nn.Module, batch: Any, target: Target, *, heap: str, segments: int = 1, passes: int = 1,
-    fake: bool = True,
+    fake: bool = True, training: bool = True,
 ) -> Trace:  # fmt: skip
     """Count the bytes of two training steps. The second has the optimizer's state from the beginning.
 
-    With `fake=False` everything but recurrent calls is computed: for models that fake tensors cannot run.
+    With `training=False`, count those of the loss alone, computed without gradients as in an evaluation. With
+    `fake=False` everything but recurrent calls is computed: for models that fake tensors cannot run.
     """
     live = Live("cuda" if target.cuda else heap)
     kernels = Kernels(live, target, segments)
@@ -103,12 +109,18 @@ def trace(
         stack.enter_context(kernels)
         stack.enter_context(_named(model, live))
         _count(live, model, batch)
-        optimizer = make_optimizer(task, model)
-        _label_state(optimizer, live)
-        if target.cuda:
-            _take_foreach(optimizer)
-        for _ in range(2):
-            _step(task, model, batch, optimizer, live, passes)
+        if training:
+            optimizer = make_optimizer(task, model)
+            _label_state(optimizer, live)
+            if target.cuda:
+                _take_foreach(optimizer)
+            for _ in range(2):
+                _step(task, model, batch, optimizer, live, passes)
+        else:
+            live.begin("forward")
+            live.part = "loss"
+            with torch.no_grad():
+                call_loss(task, model.eval(), batch)
     engines = kernels.engines
     return Trace(
         moments=live.moments,

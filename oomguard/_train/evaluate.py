@@ -20,7 +20,7 @@ from oomguard._data.source import Array, Ints
 from oomguard._device.find import open_device
 from oomguard._estimate.breakdown import estimate_step
 from oomguard._estimate.target import Target
-from oomguard._plan.store import load_plan
+from oomguard._plan.store import load_spec_plan
 from oomguard._probe.verdict import Verdict, judge
 from oomguard._rnn import count_targets, evaluate, outputs
 from oomguard._rnn.model import Recurrent
@@ -106,7 +106,7 @@ def run_prediction(
         advice = "Give --output predictions.npy."
         raise MisuseError(rule="Predictions are written as .npy or .csv", got=f"got {output!r}", advice=advice)
     checkpoint = find_checkpoint(Path(run))
-    plan, spec, state = load_plan(Path(run) / "plan.json"), checkpoint.spec, checkpoint.state
+    plan, spec, state = load_spec_plan(Path(run) / "plan.json"), checkpoint.spec, checkpoint.state
     if probabilities and spec.loss != "cross-entropy":
         advice = "Leave --probabilities out."
         raise MisuseError(rule="Probabilities need classes", got="this run predicts numbers", advice=advice)

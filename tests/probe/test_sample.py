@@ -10,7 +10,7 @@ from oomguard._core.units import GIB
 from oomguard._device.find import open_device
 from oomguard._estimate.terms import longest_tokens
 from oomguard._probe.record import Request
-from oomguard._probe.sample import Meter, longest_lengths, random_microbatch, tiny_candidate, tiny_spec
+from oomguard._probe.sample import SpecMeter, longest_lengths, random_microbatch, tiny_candidate, tiny_spec
 from oomguard._rnn import Microbatch
 from oomguard._spec.spec import Spec
 
@@ -19,9 +19,9 @@ def dice(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def meter(spec: Spec, **knobs: int) -> Meter:
+def meter(spec: Spec, **knobs: int) -> SpecMeter:
     request = Request(spec=spec, candidate=one_thread(spec, **knobs), device="cpu", budget_bytes=GIB)
-    return Meter(request, open_device("cpu"))
+    return SpecMeter(request, open_device("cpu"))
 
 
 @given(specs())
@@ -95,7 +95,7 @@ def test_the_time_of_a_step_counts_every_pass_and_an_uneven_one_by_its_share() -
 
 def test_nobody_holds_a_microbatch_while_the_next_is_made() -> None:
     spec = Spec(cell="gru", seq=5, features=3, hidden=4, batch=4)
-    feed = meter(spec, microbatch=2)._timed()
+    feed = meter(spec, microbatch=2)._feed()
     first: Microbatch | None = next(feed)
     alive = torch.utils.weak.WeakTensorKeyDictionary({first.inputs: True})  # type: ignore[union-attr]
     first = None

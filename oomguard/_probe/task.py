@@ -1,0 +1,77 @@
+"""The steps of a probe of a task: microbatches of its worst batch, and their times. Only the child imports this."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+
+from oomguard._device.find import Device
+from oomguard._probe.record import TaskRequest
+from oomguard._probe.sample import Meter
+from oomguard._step import accumulate_pieces, apply_gradient, as_candidate, check_optimizer
+from oomguard._task.batches import Batches, mapped, tensors_of
+from oomguard._task.child import load, seed, try_task
+from oomguard._task.task import user_code
+from oomguard._task.trace import build, evaluate, make_optimizer
+
+
+def run_tiny_task(request: TaskRequest, device: Device) -> None:
+    """Import the user's code and run a tiny step, which finds its errors and loads its kernels and libraries."""
+    task = load(request.content or request.name)
+    seed(request.seed)
+    try_task(task, Batches(task), request.seq, device.name)
+
+
+class TaskMeter(Meter):
+    """Runs the steps of a candidate of a task."""
+
+    def __init__(self, request: TaskRequest, device: Device) -> None:
+        knobs, self.seq = request.candidate, request.seq
+        self.task = load(request.content or request.name)
+        self.batches = Batches(self.task)
+        super().__init__(knobs, device, request.rows or knobs.microbatch * knobs.accumulation, 0, request.passes)
+        seed(request.seed)
+        self.model: nn.Module = build(self.task).to(device.name).train()
+        self.optimizer = make_optimizer(self.task, self.model)
+        check_optimizer(self.optimizer)
+        kind = torch.device(device.name).type
+        self.scaler = GradScaler(kind) if knobs.precision == "fp16" else None
+
+    def warm_up(self) -> None:
+        """Run a step that is not timed. On the CPU a tiny batch is enough to make the optimizer's state."""
+        batch = self.batches.tiny(2, self.seq) if self.device.name == "cpu" else self._batch()
+        self._update(iter([self._on_device(batch)]))
+        self.device.wait()
+
+    def step(self) -> None:
+        """Run one measured step: two passes (if the batch has two) of the worst batch, and an update."""
+        whole = self._on_device(self._batch())
+        pieces, rows = [whole], self.candidate.microbatch
+        if rows < self.batch:
+            pieces = self.batches.split(whole, rows, self.seq)[: self.passes]
+        self.tokens = self.tokens or rows * max(1, self.batches.steps_of(whole))
+        self._update(self.timed([partial(self._on_device, piece) for piece in pieces]))
+        self.end_step()
+        self.sizes["input"] = self.bytes_of(tensors_of(whole))
+
+    def _batch(self) -> Any:
+        return self.batches.make(self.batch, self.seq)
+
+    def _on_device(self, batch: Any) -> Any:
+        return mapped(lambda tensor: tensor.to(self.device.name), batch)
+
+    def _update(self, pieces: Iterator[Any]) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        with user_code("A step of the task must run", self.task.loss, "Correct that line."):
+            accumulate_pieces(
+                ((piece, 1 / self.passes) for piece in pieces), self._loss_of, self.optimizer, self.scaler
+            )
+        apply_gradient(self.optimizer, self.optimizer.step, self.scaler, None)
+
+    def _loss_of(self, piece: Any) -> tuple[Tensor, float | None]:
+        with as_candidate(self.candidate, self.device.name):
+            total, weight = evaluate(self.task, self.model, piece)
+        return total, None if weight is None else float(weight)
