@@ -112,8 +112,7 @@ def _try(task: Task, batches: Batches, steps: int | None) -> None:
             advice="Look for divisions by zero, logarithms of zero and lengths of zero.",
         )
     loss.backward()  # type: ignore[no-untyped-call]
-    if not isinstance(optimizer, torch.optim.LBFGS):
-        optimizer.step()
+    optimizer.step()
 
 
 def _traced(task: Task, batches: Batches, question: Question, rows: int) -> tuple[Trace | None, str]:

@@ -182,6 +182,10 @@ def elsewhere(model: nn.Module, batch: Tensor) -> Any:
     return model(batch.to("meta")).mean()
 
 
+def pairs_of_waves(rows: int, steps: int) -> Tensor:
+    return torch.randn(rows, steps, 2)
+
+
 def dies(model: nn.Module, batch: Tensor) -> Any:
     os._exit(7)
 
@@ -205,6 +209,16 @@ def answered(task: Task, rows: int | None = 2, steps: int | None = 5, **how: Any
 def test_a_wrong_loss_is_refused_with_the_line_of_the_user(loss: Any, message: str) -> None:
     with pytest.raises(MisuseError, match=message):
         answered(Task(model=lambda: nn.Linear(3, 2), loss=loss, batch=waves))
+
+
+def test_the_module_itself_can_be_given() -> None:
+    built, made = (answered(Task(model=model, loss=squares, batch=waves)) for model in (Opaque, Opaque()))
+    assert peak_bytes(built.step) == peak_bytes(made.step)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+    with pytest.raises(MisuseError, match="must step without a closure, but got LBFGS"):
+        answered(Task(model=Forecast, loss=likelihood, batch=pairs_of_waves, optimizer=torch.optim.LBFGS))
 
 
 def test_a_task_that_kills_its_process_is_refused() -> None:
