@@ -38,8 +38,8 @@ from oomguard._device.cpu import cpu_name
 from oomguard._estimate.breakdown import estimate_step
 from oomguard._estimate.target import CPU
 from oomguard._predict.calibration import Calibration
-from oomguard._search.lengths import shorten
 from oomguard._spec.candidate import make_candidate
+from oomguard._spec.lengths import shorten
 from oomguard._spec.read import make_spec
 
 ROWS = Path(__file__).parent / "results" / "cpu_peaks.csv"

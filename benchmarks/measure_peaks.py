@@ -3,6 +3,7 @@
     python benchmarks/measure_peaks.py --set tune --models 30                   # on the CPU, about 5 s a row
     python benchmarks/measure_peaks.py --set judge --models 9 --candidates 3 --seed 1
     python benchmarks/measure_peaks.py --set tune --device cuda --models 13     # on a card
+    python benchmarks/measure_peaks.py --set tune --repeats --models 24 --candidates 3 --seed 7
 
 Every probe appends one row to results/probe_peaks.csv. The rows of the set `tune` are for computing margins, those of
 the set `judge` for checking them. The two sets have no hidden size and therefore no model in common.
@@ -10,7 +11,8 @@ the set `judge` for checking them. The two sets have no hidden size and therefor
 Each candidate is probed with shorter sequences and then with whole ones, as a search would do. Its length is chosen so
 that the estimated growth over the runtime is in the range of `GROWTH_BYTES`. On the CPU, a third of the candidates are
 probed again in a new process and with more optimizer steps (`turn` 1). Probes with the same allocator and engine follow
-one another, because they can share a process.
+one another, because they can share a process. `--repeats` measures whole candidates alone, as long as a search measures
+them, and each of them again for longer in a new process.
 """
 
 import argparse
@@ -30,8 +32,8 @@ from oomguard._device.cpu import cpu_precisions
 from oomguard._device.find import find_target
 from oomguard._estimate.breakdown import estimate_step, split
 from oomguard._estimate.target import Target
-from oomguard._search.lengths import shorten
 from oomguard._spec.candidate import Candidate, make_candidate
+from oomguard._spec.lengths import shorten
 from oomguard._spec.read import make_spec
 from oomguard._spec.spec import Spec
 
@@ -64,6 +66,8 @@ CUDNN_STEPS = 60_000
 REPEATED = 1 / 3
 TURNS: tuple[dict[str, Any], ...] = ({"steps": 3, "seconds": 0.5}, {"steps": 12, "seconds": 3.0})
 """How much is measured in each turn (see `Request`)."""
+REPEATS: tuple[dict[str, Any], ...] = ({"steps": 30, "seconds": 1.5}, {"steps": 60, "seconds": 6.0})
+"""The same with `--repeats`: first as in a search, then for longer."""
 TRIES = 400
 """Draws after which a candidate is given up."""
 TOGETHER = 9
@@ -190,9 +194,14 @@ def shorter_versions(spec: Spec, candidate: Candidate, parts: tuple[float, ...])
     return found
 
 
-def probe(runner: Runner, work: Work) -> Iterator[tuple[int, Record]]:
+def probe(runner: Runner, work: Work, repeats: bool) -> Iterator[tuple[int, Record]]:
     """Probe the shorter versions of a candidate, then the whole, and that again if it is wanted, each with its turn."""
     spec, candidate = work.spec, work.candidate
+    if repeats:
+        for turn, much in enumerate(REPEATS):
+            yield turn, runner.probe(spec, candidate, **much)
+            runner.close()
+        return
     for version in shorter_versions(spec, candidate, PARTS[runner.device.name.partition(":")[0]]):
         yield 0, runner.probe(*version, **TURNS[0])
     yield 0, runner.probe(spec, candidate, **TURNS[0])
@@ -244,7 +253,7 @@ def store(args: argparse.Namespace) -> None:
         if new:
             writer.writeheader()
         for number, work in enumerate(works, 1):
-            for turn, record in probe(runner, work):
+            for turn, record in probe(runner, work, args.repeats):
                 what = f"{number}/{len(works)} turn {turn}, {record.seconds:.1f} s: {record.message}"
                 if not record.verdict.ran:
                     print(what, record.error, work, file=sys.stderr, flush=True)
@@ -261,6 +270,7 @@ def main() -> None:
     parser.add_argument("--models", type=int, default=27, help="number of models")
     parser.add_argument("--candidates", type=int, default=5, help="candidates of each model")
     parser.add_argument("--seed", type=int, default=0, help="seed of the models and candidates")
+    parser.add_argument("--repeats", action="store_true", help="whole candidates, each in two processes")
     parser.add_argument("--large", action="store_true", help="larger rows, on the CPU")
     store(parser.parse_args())
 

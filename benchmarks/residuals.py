@@ -56,10 +56,6 @@ def residuals(rows: list[dict[str, Any]], kind: str = "tune") -> list[Residual]:
                     model=int(row["model"]),
                     candidate=places.setdefault(place, len(places)),
                     turn=int(row["turn"]),
-                    segmented=candidate.segments > 1,
-                    chunks=bool(memory.is_chunked(candidate)),
-                    rest=round(math.log2(rest[0]), 3),
-                    rows=round(math.log2(candidate.microbatch), 3),
                     steps=round(math.log2(spec.steps), 3),
                     error=round(math.log((measured + OFFSET_BYTES) / (rest[0] + OFFSET_BYTES)), 4),
                 )

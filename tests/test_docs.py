@@ -28,7 +28,9 @@ ROOT = Path(__file__).parents[1]
 COMMAND: Any = typer.main.get_command(app)
 COMMANDS = [*COMMAND.commands]
 EXAMPLE = re.compile(r"^- (?:torchrun .* -- )?(oomguard .*?)(?: \[dim\].*)?$", re.MULTILINE)
-EXAMPLES = [shlex.split(line) for one in (COMMAND, *COMMAND.commands.values()) for line in EXAMPLE.findall(one.help)]
+EXAMPLES = [
+    shlex.split(line) for command in (COMMAND, *COMMAND.commands.values()) for line in EXAMPLE.findall(command.help)
+]
 NAMES = [name for name in oomguard.__all__ if not name.startswith("__")]
 CLASSES = [name for name in NAMES if inspect.isclass(getattr(oomguard, name))]
 
@@ -233,8 +235,8 @@ def test_the_commands_of_a_page_have_no_stale_flag(page: Path) -> None:
 def test_what_a_page_points_to_is_there(page: Path) -> None:
     generated = {ROOT / "docs" / "claims.md", ROOT / "docs" / "reference" / "cli.md"}
     for target in re.findall(r"\]\(((?!https?:)[^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
-        found = (page.parent / target).resolve()
-        assert found.exists() or found in generated, target
+        linked = (page.parent / target).resolve()
+        assert linked.exists() or linked in generated, target
 
 
 def test_only_what_needs_more_than_this_machine_is_not_run() -> None:

@@ -260,12 +260,12 @@ def _tradeoffs(*, output: str | None = None, json: bool = False, **values: Any) 
     from oomguard._report.subject import find_subject
     from oomguard._report.tradeoffs import check_written, make_table, save, show_tradeoffs, table_json
 
-    asked = parsing.read_table(values)
+    arguments = parsing.read_table(values)
     budget_bytes = read_budget(values.get("budget"))
     curve = check_written(output, values.get("curve"))
     if output is not None:
         parsing.check_output(output, f"tradeoffs{Path(output).suffix}")
-    subject = find_subject(**asked, budget=budget_bytes)
+    subject = find_subject(**arguments, budget=budget_bytes)
     table = make_table(subject)
     code = FITS if table["fits"].any() else DOES_NOT_FIT
     path = None if output is None else save(subject, table, output, curve)
@@ -284,7 +284,8 @@ def _show(*, plan: str, html: str | None = None, json: bool = False, **values: A
     - oomguard show plan.json --json
     """
     from oomguard._plan.store import load_plan
-    from oomguard._report.plan import plan_json, show_plan
+    from oomguard._report.plan import explain, plan_json
+    from oomguard._report.tables import show_sections
 
     sequences = parsing.read_options(values, [flags.SEQUENCES]).get("sequences")
     check_whole("sequences", sequences, 1, 10**15)
@@ -296,7 +297,7 @@ def _show(*, plan: str, html: str | None = None, json: bool = False, **values: A
             raise wrong("html", "another file than the plan", html, "Write it as --html report.html.")
         path = save_page(loaded, html, sequences)
         return Answer(plan_json(loaded) if json else f"{path}\n")
-    return _answer(json, lambda: plan_json(loaded), partial(show_plan, loaded, sequences))
+    return _answer(json, lambda: plan_json(loaded), lambda console: show_sections(explain(loaded, sequences), console))
 
 
 @_command("devices", Output=[CARDS, JSON])

@@ -21,9 +21,6 @@ OFFSET_BYTES = 64 * MIB
 of 20 to 600 MiB then have errors of similar size.)"""
 MACHINE = 0.05  # standard deviation between machines (assumed): all rows are of one machine and one version of torch
 REPEAT = 0.007  # standard deviation of repeated runs, at least
-ALIKE = 0.25
-"""Doublings by which the lengths of versions may differ that count as repeated runs: a card reserves in leaps."""
-KIND = 5  # fields of a residual that say of which kind it is: the first ones
 
 
 class Residual(NamedTuple):
@@ -37,21 +34,22 @@ class Residual(NamedTuple):
     model: int
     candidate: int  # a number for the candidate: its shorter versions and its repetitions have the same
     turn: int  # 0 for the first measurement, 1 for a repetition in a new process, with more steps
-    segmented: bool
-    chunks: bool
-    rest: float  # logarithm to base 2 of the estimated rest in bytes (`split`, breakdown.py)
-    rows: float  # logarithm to base 2 of the microbatch
     steps: float  # logarithm to base 2 of the sequence length
     error: float  # logarithm of the measured rest over the estimated one, with `OFFSET_BYTES`
+
+    @property
+    def kind(self) -> tuple[str | bool, ...]:
+        """What rows must have in common to be judged together."""
+        return self[:5]
 
 
 @cache
 def residuals() -> tuple[Residual, ...]:
     """All stored rows."""
-    kinds = Residual.__annotations__
+    types = Residual.__annotations__
     with (files("oomguard._estimate") / "residuals.csv").open() as file:
         return tuple(
-            Residual(**{n: kinds[n](int(text) if kinds[n] is bool else text) for n, text in row.items()})
+            Residual(**{name: types[name](int(text) if types[name] is bool else text) for name, text in row.items()})
             for row in csv.DictReader(file)
         )
 
@@ -64,7 +62,7 @@ def allocator_on(device: str, name: str | None) -> str:
 
 @cache
 def group(*kind: str | bool) -> tuple[Residual, ...]:
-    """The rows of a kind (the first five fields), or, if there are few, of kinds that share less and less with it.
+    """The rows of a kind or, if there are few, of kinds that share less and less with it.
 
     What a card's allocator reserves does not depend on the precision.
     """
@@ -76,11 +74,7 @@ def group(*kind: str | bool) -> tuple[Residual, ...]:
 
 
 def quantile(errors: Iterable[float], risk: float) -> float:
-    """The bound that a further error exceeds with that probability (split conformal); the largest if there are few.
-
-    >>> quantile(range(100), 0.05), quantile([3, 1], 0.05)
-    (95, 3)
-    """
+    """The bound that a further error exceeds with that probability (split conformal); the largest if there are few."""
     ordered = sorted(errors)
     return ordered[min(len(ordered), math.ceil((len(ordered) + 1) * (1 - risk))) - 1]
 
@@ -92,17 +86,31 @@ class Spread(NamedTuple):
     level: float  # between models and machines
     shape: float  # between candidates of one model
     length: float  # between a candidate and its shorter versions
-    repeat: float  # between repeated runs, or runs of nearly the same length
+    near: float  # between runs of nearly the same length; of repeated runs, where there are any
+    repeat: float  # between repeated runs
 
 
 @cache
 def spread(*kind: str | bool) -> Spread:
     """The standard deviations of a kind."""
-    levels, shapes, lengths, repeats = _differences(group(*kind))
+    candidates, models = defaultdict[int, list[Residual]](list), defaultdict[int, list[float]](list)
+    lengths, nearest, repeats, shapes = list[float](), list[float](), list[float](), list[float]()
+    for row in sorted(group(*kind), key=lambda row: (row.steps, -row.turn)):
+        candidates[row.candidate].append(row)
+    for *others, whole in candidates.values():  # the whole candidate, run for the first time, comes last
+        models[whole.model].append(whole.error)
+        repeats += [row.error - whole.error for row in others if row.turn]
+        shorter = [whole.error - row.error for row in others if not row.turn]
+        lengths += shorter
+        nearest += shorter[-1:]
+    for errors in models.values():
+        bias = math.sqrt(len(errors) / max(1, len(errors) - 1))
+        shapes += [bias * (error - fmean(errors)) for error in errors if len(errors) > 1]
+    levels = [fmean(errors) for errors in models.values()]
     middle = median(levels)
     level = math.hypot(_deviation(level - middle for level in levels), MACHINE)
-    repeat = max(_deviation(repeats) / math.sqrt(2), REPEAT)
-    return Spread(middle, level, _deviation(shapes), _deviation(lengths), repeat)
+    near, repeat = (max(_deviation(values) / math.sqrt(2), REPEAT) for values in (repeats or nearest, repeats))
+    return Spread(middle, level, _deviation(shapes), _deviation(lengths), near, repeat)
 
 
 def _deviation(values: Iterable[float]) -> float:
@@ -110,32 +118,11 @@ def _deviation(values: Iterable[float]) -> float:
     return math.sqrt(2 * fmean([max(0.0, value) ** 2 for value in values] or [0.0]))
 
 
-def _differences(rows: Iterable[Residual]) -> tuple[list[float], ...]:
-    """Differences between errors: of models, of a model's candidates, of a candidate's lengths, of repeated runs."""
-    models: dict[int, dict[int, list[Residual]]] = defaultdict(lambda: defaultdict(list))
-    for row in rows:
-        models[row.model][row.candidate].append(row)
-    levels, shapes, lengths, repeats = list[float](), list[float](), list[float](), list[float]()
-    for candidates in models.values():
-        wholes = [max(versions, key=lambda row: (row.steps, -row.turn)) for versions in candidates.values()]
-        for whole, versions in zip(wholes, candidates.values(), strict=True):
-            for row in versions:
-                if row.turn:
-                    repeats.append(row.error - whole.error)
-                elif row.steps < whole.steps:
-                    alike = whole.steps - row.steps < ALIKE
-                    (repeats if alike else lengths).append(whole.error - row.error)
-        levels.append(fmean(row.error for row in wholes))
-        bias = math.sqrt(len(wholes) / max(1, len(wholes) - 1))
-        shapes += [bias * (row.error - levels[-1]) for row in wholes if len(wholes) > 1]
-    return levels, shapes, lengths, repeats
-
-
 @cache
 def _surprises(device: str) -> tuple[float, ...]:
     """How far each stored error is from the middle of its kind, in standard deviations."""
-    rows = [(row.error, *spread(*row[:KIND])) for row in residuals() if row.device == device]
-    return tuple((error - middle) / math.hypot(*deviations) for error, middle, *deviations in rows)
+    rows = [(row.error, spread(*row.kind)) for row in residuals() if row.device == device]
+    return tuple((error - kind.middle) / math.hypot(*kind[1:-1]) for error, kind in rows)
 
 
 def sigmas(device: str, own: Iterable[float] = ()) -> float:
@@ -146,14 +133,11 @@ def sigmas(device: str, own: Iterable[float] = ()) -> float:
 @cache
 def bare(*kind: str | bool) -> float:
     """The margin of an estimate that no record has corrected, as a share of what it estimates."""
-    middle, *deviations = spread(*kind)
-    return max(0.0, math.expm1(middle + sigmas(str(kind[0])) * math.hypot(*deviations)))
+    errors = spread(*kind)
+    return max(0.0, math.expm1(errors.middle + sigmas(str(kind[0])) * math.hypot(*errors[1:-1])))
 
 
 @cache
-def creep(*kind: str | bool, chunks: bool) -> float:
+def creep(*kind: str | bool) -> float:
     """By what share a candidate that has run may peak higher when it runs again, for longer."""
-    rows = [row for row in group(*kind) if row.chunks == chunks]
-    first = {(row.candidate, row.steps): row.error for row in rows if not row.turn}
-    repeats = [row.error - first[row.candidate, row.steps] for row in rows if row.turn]
-    return math.expm1(max(REPEAT, quantile(repeats or [REPEAT], RISK)))
+    return math.expm1(sigmas(str(kind[0])) * spread(*kind).repeat)

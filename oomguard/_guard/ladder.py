@@ -18,8 +18,8 @@ from oomguard._estimate.breakdown import estimate_step
 from oomguard._plan.buckets import Bucket
 from oomguard._plan.value import Plan, Rung
 from oomguard._predict.calibration import Prediction
-from oomguard._search.lengths import with_steps
 from oomguard._spec.candidate import Candidate
+from oomguard._spec.lengths import with_steps
 
 FIRST_WAIT, LONGEST_WAIT = 100, 12_800
 """Quiet steps before the first climb, and at most. The number doubles after each climb that failed."""

@@ -17,25 +17,26 @@ from oomguard._estimate.target import Target
 from oomguard._plan.advice import explain
 from oomguard._plan.make import best, make_plan
 from oomguard._plan.value import Environment, NothingFitsError, Plan
-from oomguard._predict.calibration import same_model
 from oomguard._probe.cache import Cache, user_directory
 from oomguard._probe.record import check_seconds, open_ledger, torch_version
 from oomguard._probe.runner import Runner
 from oomguard._search.propose import largest
 from oomguard._search.run import Limits, Progress, Search, SearchResult, measured_on, usable_bytes
-from oomguard._search.space import Choices, Problem, check_allow, check_fixed, check_maximize, make_space
-from oomguard._spec.candidate import KNOBS, make_candidate, renew
+from oomguard._search.space import Choices, Problem, make_space
+from oomguard._spec.candidate import KNOBS, check_allow, check_fixed, make_candidate, renew
+from oomguard._spec.lengths import same_model
 from oomguard._spec.spec import MAX_BATCH, Spec
 
 if TYPE_CHECKING:
     from oomguard._search.sampler import Sampler
 
+AIMS = ("throughput", "microbatch", "seq")  # what `--maximize` takes
 SAMPLERS = ("auto", "gp", "tpe", "random")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What a plan is asked for. Checked when it is made."""
+    """The question that a plan answers. Its fields are checked when it is made."""
 
     spec: Spec
     devices: tuple[str, ...] = ("cpu",)  # each gets a worker, and they must be of one kind
@@ -47,7 +48,7 @@ class Question:
     ledger: str | None = None  # a directory from which the search can be continued
     storage: str | None = None  # a storage of Optuna's, in which several machines can search together
     sampler: str = "auto"
-    """Who chooses the probes: `auto`, or one of Optuna's samplers for comparison: `gp`, `tpe`, `random`."""
+    """The sampler that chooses the probes: `auto` is ours; `gp`, `tpe` and `random` are Optuna's, for comparison."""
     open_batch: bool = False  # whether the batch is to be as large as fits in one pass, whatever the spec says
 
     def __post_init__(self) -> None:
@@ -65,6 +66,18 @@ class Question:
         check_fixed(self.fixed, self.allow)
         check_whole("max_probes", self.limits.max_probes, 1, 100_000, optional=False)
         check_seconds("The time limit of a search", self.limits.seconds)
+
+
+def check_maximize(maximize: tuple[str, ...]) -> None:
+    """Raise unless these are aims, each once."""
+    for name in maximize:
+        check_choice("maximize", name, ("batch", *AIMS))  # the caller has turned `batch` into `microbatch`
+    if not maximize or len({*maximize}) < len(maximize):
+        raise MisuseError(
+            rule="--maximize takes one aim or several different ones",
+            got=f"got {shown(','.join(maximize))}",
+            advice="Write it as throughput or throughput,seq.",
+        )
 
 
 def is_here(device: str) -> bool:
@@ -124,7 +137,7 @@ def find_plan(question: Question, progress: Callable[[Progress], None] | None = 
 
 
 def _unreachable_batch(problem: Problem) -> int:
-    """A batch that surely does not fit in one pass: a power of two, at least twice what fits by arithmetic.
+    """A batch that is too large for one pass: a power of two, at least twice what fits by arithmetic.
 
     A continued search finds the same one, though a little more or less memory is free.
     """
@@ -182,7 +195,7 @@ def _search(
     storage = question.storage
     if storage is None and ledger is not None:
         storage = storage_in(ledger.path.parent.absolute())
-    trials = TrialStore(_study_name(question, title), problem, storage)
+    trials = TrialStore(_study_name(question, title), problem, storage, question.sampler)
     cache = Cache(user_directory(), title)
     earlier = [] if ledger is None else ledger.read()
     # a continued search keeps the budget that it began with, if that is still free
@@ -194,7 +207,6 @@ def _search(
         ledger=ledger,
         cache=cache,
         limits=question.limits,
-        sampler=question.sampler,
         progress=progress,
         records=[record for record in measured_on(title, earlier) if same_model(record.spec, question.spec)],
     )
@@ -203,10 +215,10 @@ def _search(
 
 def _study_name(question: Question, title: str) -> str:
     """The name of a question's study: the same for the same question on the same kind of device."""
-    asked: list[object] = [question.spec, title, question.budget_bytes, question.maximize, question.allow]
-    asked.append(KNOBS["allocator"].field.choices)  # Optuna refuses other choices of a parameter in one study
-    asked += [question.fixed, "open batch"] if question.open_batch else [question.fixed]
-    content = msgspec.json.encode(msgspec.to_builtins(asked, str_keys=True), order="deterministic")
+    parts: list[object] = [question.spec, title, question.budget_bytes, question.maximize, question.allow]
+    parts.append(KNOBS["allocator"].field.choices)  # Optuna refuses other choices of a parameter in one study
+    parts += [question.fixed, "open batch"] if question.open_batch else [question.fixed]
+    content = msgspec.json.encode(msgspec.to_builtins(parts, str_keys=True), order="deterministic")
     return f"{question.spec.cell}-{question.spec.steps}-{hashlib.sha256(content).hexdigest()[:12]}"
 
 

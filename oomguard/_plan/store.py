@@ -20,11 +20,9 @@ from oomguard._device.cuda import SETTINGS
 from oomguard._estimate.breakdown import estimate_step
 from oomguard._plan.make import BUCKETS_KEEP, RUNGS_KEEP, differing, plain_candidate
 from oomguard._plan.value import VERSION, Plan, Rung, figures
-from oomguard._predict.calibration import same_model
-from oomguard._search.lengths import with_steps
 from oomguard._search.run import count_ooms
-from oomguard._search.space import ALLOW_WORDS
-from oomguard._spec.candidate import KNOBS, Candidate, check_candidate
+from oomguard._spec.candidate import ALLOW_WORDS, KNOBS, Candidate, check_candidate
+from oomguard._spec.lengths import same_model, with_steps
 from oomguard._spec.spec import Spec
 
 MAX_FILE_BYTES = 256 << 20  # a plan has some hundred KiB; a larger file is something else
@@ -93,11 +91,11 @@ class _Versioned(msgspec.Struct):
 
 def contradictions(plan: Plan) -> Iterator[str]:
     """Facts of a plan that contradict the rest of it, each with the name of its field."""
-    for check in (_asked, _rungs, _sizes, _buckets, _evidence, _exports):
+    for check in (_device_and_fixed, _rungs, _sizes, _buckets, _evidence, _exports):
         yield from check(plan)
 
 
-def _asked(plan: Plan) -> Iterator[str]:
+def _device_and_fixed(plan: Plan) -> Iterator[str]:
     if plan.where.device != plan.environment.device:
         yield "where.device is not environment.device"
     if plan.where.cuda == (plan.where.device == "cpu"):

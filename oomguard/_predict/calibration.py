@@ -1,9 +1,11 @@
 """Calibration: estimates and records of probes -> predictions of peak and time, with a margin."""
 
+import math
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -13,15 +15,14 @@ from numpy.typing import ArrayLike, NDArray
 from oomguard._core.units import MAX_BYTES
 from oomguard._estimate import margins, terms
 from oomguard._estimate.breakdown import Estimate, estimate_step, is_fragile, split
-from oomguard._estimate.margins import OFFSET_BYTES, Spread, allocator_on, bare, creep, spread
+from oomguard._estimate.margins import OFFSET_BYTES, allocator_on, bare, creep, spread
 from oomguard._estimate.target import Target
 from oomguard._predict import memory, speed
 from oomguard._predict.fit import Data, Fit, Floats, stacked
 from oomguard._probe.record import Record
 from oomguard._probe.verdict import Verdict
+from oomguard._spec.lengths import model_of, same_model
 from oomguard._spec.spec import Spec
-
-STALE_TIMES = 3.0  # factor between a measured and a predicted time from which on the cached times are stale
 
 Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
@@ -76,15 +77,6 @@ class Kind(NamedTuple):
     precision: str
 
 
-def same_model(spec: Spec, other: Spec) -> bool:
-    """Whether two specs differ only in the number and length of their sequences."""
-    return _model(spec) == _model(other)
-
-
-def _model(spec: Spec) -> Spec:
-    return msgspec.structs.replace(spec, seq=1, batch=1, lengths=None, packed=spec.packs)
-
-
 def kind_of(record: Record) -> Kind:
     """The kind of a record's candidate."""
     knobs, device = record.candidate, "cpu" if record.device == "cpu" else "cuda"
@@ -93,17 +85,14 @@ def kind_of(record: Record) -> Kind:
 
 def kinds_of(estimate: Estimate, target: Target) -> dict[Kind, NDArray[np.bool_]]:
     """The kinds among the candidates of an estimate, each with a mask of its candidates."""
-    knobs, length = estimate.candidate, len(np.atleast_1d(estimate.total_bytes))
-    names, device = np.atleast_1d(np.asarray(knobs.allocator, dtype=object)), "cuda" if target.cuda else "cpu"
-    allocators = np.array([allocator_on(device, name) for name in names.tolist()], dtype=object)
-    columns = [
-        np.broadcast_to(np.asarray(values, dtype=object), length)
-        for values in (estimate.engine, allocators, knobs.precision)
-    ]
-    kinds = [Kind(*map(str, names)) for names in {*zip(*columns, strict=True)}]
-    return {
-        kind: np.all([column == name for column, name in zip(columns, kind, strict=True)], axis=0) for kind in kinds
-    }
+    knobs, device = estimate.candidate, "cuda" if target.cuda else "cpu"
+    names = estimate.engine, knobs.allocator, knobs.precision
+    columns = np.broadcast_arrays(
+        *(np.asarray(name, dtype=object) for name in names), np.atleast_1d(estimate.total_bytes)
+    )
+    rows = zip(*(column.tolist() for column in columns[:3]), strict=True)
+    kinds = [Kind(engine, allocator_on(device, allocator), precision) for engine, allocator, precision in rows]
+    return {kind: np.array([other == kind for other in kinds]) for kind in dict.fromkeys(kinds)}
 
 
 class Calibration:
@@ -112,17 +101,16 @@ class Calibration:
     def __init__(self, spec: Spec, records: Iterable[Record], target: Target, cached: Iterable[Record] = ()) -> None:
         """`cached` are records of earlier searches: their peaks still hold, their times less so."""
         self.spec, self.target, self.device = spec, target, "cuda" if target.cuda else "cpu"
-        records = [*records]
-        old, new = (
-            [record for record in some if record.steps and record.terms and record.spec.cell == spec.cell]
-            for some in (cached, records)
-        )
-        self.records, self._new = [*old, *new], {id(record) for record in new}
+        cached, records = [*cached], [*records]
+        self.records = [
+            record for record in (*cached, *records) if record.steps and record.terms and record.spec.cell == spec.cell
+        ]
+        self._old = {*map(id, cached)}
         # a probe that ran out of memory before its first step tells a lower bound of its peak
         ended = [record for record in records if record.verdict in (Verdict.OVER, Verdict.OOM) and not record.terms]
         self._failed = [record for record in ended if record.peak_bytes and same_model(record.spec, spec)]
         self.own = [record for record in self.records if same_model(record.spec, spec)]
-        self._memory: dict[tuple[Kind, bool], tuple[Fit, Spread]] = {}
+        self._fits: dict[tuple[Kind, bool], tuple[Fit, float]] = {}
         self._estimates: dict[int, Estimate] = {}
 
     def of(self, spec: Spec) -> "Calibration":
@@ -139,30 +127,24 @@ class Calibration:
         return Predictions(peak_bytes=peak, margin_bytes=margin, seconds_per_step=seconds, doubt=doubt)
 
     def predict_memory(self, estimate: Estimate) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The calibrated peak of each candidate, and its margin."""
+        """The calibrated peak of each candidate, and its margin: a quantile of stored and own errors."""
         known, rest = split(estimate)
         peak, margin = np.zeros_like(rest), np.zeros_like(rest)
         places = memory.places(self.spec, estimate.candidate, rest)
         vary = np.broadcast_to(is_fragile(self.spec, estimate.candidate, self.target), len(rest))
-        for kind, of_kind in kinds_of(estimate, self.target).items():
-            for fragile in (False, True):
-                rows = of_kind & (vary == fragile)
-                if rows.any():
-                    expected, error = self._corrected(kind, fragile, places[rows], rest[rows])
-                    peak[rows] = known[rows] + expected + self._runtime_bytes(kind, estimate)
-                    margin[rows] = error
+        for (kind, of_kind), fragile in product(kinds_of(estimate, self.target).items(), (False, True)):
+            rows = of_kind & (vary == fragile)
+            if not rows.any():
+                continue
+            (fit, beyond), errors = self._memory_fit(kind, fragile), spread(self.device, *kind, fragile)
+            expected, share = rest[rows], np.asarray(bare(self.device, *kind, fragile))
+            if len(fit.data.values) or beyond:
+                ratio, doubt = fit.at(places[rows])
+                expected = expected * np.exp(ratio + errors.middle + beyond)
+                share = np.expm1(margins.sigmas(self.device, fit.surprises) * np.hypot(doubt, errors.near))
+            peak[rows] = known[rows] + expected + self._runtime_bytes(kind, estimate)
+            margin[rows] = expected * (1 + OFFSET_BYTES / rest[rows]) * share
         return np.ceil(peak).astype(np.int64), np.ceil(margin).astype(np.int64)
-
-    def _corrected(self, kind: Kind, fragile: bool, places: Floats, rest: Floats) -> tuple[Floats, Floats]:
-        """Corrected rests and their margins: quantiles of stored errors and of the errors of own records."""
-        fit, group, beyond = *self._memory_fit(kind, fragile), self._beyond(kind, fragile)
-        small = 1 + OFFSET_BYTES / rest
-        if not len(fit.data.values) and not beyond:
-            return rest, rest * small * bare(self.device, *kind, fragile)
-        ratio, doubt = fit.at(places)
-        expected = rest * np.exp(ratio + group.middle + beyond)
-        sigmas = margins.sigmas(self.device, fit.surprises)
-        return expected, expected * small * np.expm1(sigmas * np.hypot(doubt, group.repeat))
 
     def predict_time(self, estimate: Estimate) -> tuple[Floats, Floats]:
         """Seconds of a step of the whole batch for each candidate, and the standard deviation of their logarithm."""
@@ -176,17 +158,18 @@ class Calibration:
 
     @property
     def update_seconds(self) -> float:
-        """Seconds of the optimizer's part of a step."""
+        """Seconds of the optimizer's part of a step: about those of 20 operations for each byte of the weights."""
         measured = [record.seconds_per_update for record in self.own if record.seconds_per_update is not None]
-        bytes_per_second = 1e12 if self.target.cuda else 1e10
-        return float(np.median(measured)) if measured else 20 * terms.weights_bytes(self.spec) / bytes_per_second
+        return (
+            float(np.median(measured)) if measured else 20 * terms.weights_bytes(self.spec) / speed.SPEED[self.device]
+        )
 
     def repeated_bytes(self, record: Record) -> int:
         """The peak that a candidate that has run may reach when it runs again, for longer."""
         assert record.peak_bytes is not None
-        growth_bytes, knobs, kind = record.peak_bytes - (record.runtime_bytes or 0), record.candidate, kind_of(record)
-        fragile, chunks = bool(is_fragile(record.spec, knobs, self.target)), bool(memory.is_chunked(knobs))
-        share = creep(self.device, *kind, fragile, chunks=chunks)
+        growth_bytes = record.peak_bytes - (record.runtime_bytes or 0)
+        fragile = bool(is_fragile(record.spec, record.candidate, self.target))
+        share = creep(self.device, *kind_of(record), fragile)
         return record.peak_bytes + round(share * (growth_bytes + OFFSET_BYTES))
 
     def _estimate(self, record: Record) -> Estimate:
@@ -200,36 +183,29 @@ class Calibration:
         measured = [record.runtime_bytes or 0 for record in self.records if kind_of(record) == kind]
         return max(measured, default=int(np.max(estimate.terms["runtime"])))
 
-    def _memory_fit(self, kind: Kind, fragile: bool) -> tuple[Fit, Spread]:
-        """The fit of measured rests over estimated ones, and the stored errors that it starts from."""
-        if (kind, fragile) not in self._memory:
-            group = spread(self.device, *kind, fragile)
-            models = [*dict.fromkeys([_model(self.spec), *(_model(record.spec) for record in self.records)])]
-            rows = [
-                self._memory_row(kind, group, record, models.index(_model(record.spec)))
-                for record in self.records
-                if kind_of(record) == kind
-            ]
-            data = stacked(rows, coordinates=memory.PLACE + 1)
-            self._memory[kind, fragile] = Fit(memory.terms(self.device, *kind, fragile), data), group
-        return self._memory[kind, fragile]
+    def _memory_fit(self, kind: Kind, fragile: bool) -> tuple[Fit, float]:
+        """The fit of measured rests over estimated ones, and by how much a probe that ran out had exceeded it."""
+        if (kind, fragile) not in self._fits:
+            models = [*dict.fromkeys([model_of(self.spec), *(model_of(record.spec) for record in self.records)])]
+            records = [record for record in self.records if kind_of(record) == kind]
+            rows = [self._memory_row(record, fragile, models.index(model_of(record.spec))) for record in records]
+            fit = Fit(memory.terms(self.device, *kind, fragile), stacked(rows, coordinates=memory.PLACE + 1))
+            failed = [self._memory_row(record, fragile) for record in self._failed if kind_of(record) == kind]
+            beyond = max([0.0, *(float(row.values[0] - fit.at(row.places)[0][0]) for row in failed)])
+            self._fits[kind, fragile] = fit, beyond
+        return self._fits[kind, fragile]
 
-    def _beyond(self, kind: Kind, fragile: bool) -> float:
-        """By how much (a logarithm) a probe of a kind had exceeded its predicted rest when it ran out of memory."""
-        fit, group = self._memory_fit(kind, fragile)
-        failed = [self._memory_row(kind, group, record) for record in self._failed if kind_of(record) == kind]
-        return max([0.0, *(float(row.values[0] - fit.at(row.places)[0][0]) for row in failed)])
-
-    def _memory_row(self, kind: Kind, group: Spread, record: Record, model: int = 0) -> Data:
+    def _memory_row(self, record: Record, fragile: bool, model: int = 0) -> Data:
         """The logarithm of the measured rest of a record over the estimated one."""
-        known, rest = split(self._estimate(record))
+        kind, (known, rest) = kind_of(record), split(self._estimate(record))
+        errors = spread(self.device, *kind, fragile)
         if record.terms is not None:
             measured: float = record.terms["rest"] + record.terms["gradients"]
         else:
             measured = (record.peak_bytes or 0) - self._runtime_bytes(kind, self._estimate(record)) - float(known[0])
         places = memory.places(record.spec, record.candidate, rest, model)
-        noise = group.repeat * (1 + OFFSET_BYTES / rest)
-        return Data(places, np.log(max(1, measured) / rest) - group.middle, noise)
+        noise = errors.near * (1 + OFFSET_BYTES / rest)
+        return Data(places, np.log(max(1, measured) / rest) - errors.middle, noise)
 
     @cached_property
     def times(self) -> tuple[Fit, float]:
@@ -243,12 +219,11 @@ class Calibration:
         assert record.seconds_per_pass is not None
         each = record.seconds_per_pass / (spec.steps * knobs.microbatch)
         ratio = np.log(each / np.atleast_1d(speed.guess(spec, knobs, engine, cuda=self.target.cuda)))
-        places = speed.places(spec, knobs, engine, spec.steps, old=id(record) not in self._new)
-        return Data(places, ratio, np.zeros(1))
+        return Data(speed.places(spec, knobs, engine, spec.steps, old=id(record) in self._old), ratio, np.zeros(1))
 
 
 def is_stale(cached: Sequence[Record], record: Record, target: Target) -> bool:
-    """Whether a new record contradicts the cached ones: its peak exceeds the margin, or its time is off by a factor 3.
+    """Whether a new record contradicts the cached ones: its peak exceeds the margin, or its time is far off.
 
     Only records of the same model count: the margin of other models is wide by design.
     """
@@ -260,4 +235,4 @@ def is_stale(cached: Sequence[Record], record: Record, target: Target) -> bool:
     assert expected.seconds_per_step is not None
     passes = record.spec.batch / record.candidate.microbatch
     ratio = record.seconds_per_pass * passes / (expected.seconds_per_step - calibration.update_seconds)
-    return record.peak_bytes > expected.safe_bytes or not 1 / STALE_TIMES < ratio < STALE_TIMES
+    return record.peak_bytes > expected.safe_bytes or abs(math.log(ratio)) > 3 * speed.SETTING

@@ -1,4 +1,4 @@
-"""A Gaussian process, which keeps a wide margin for what is unlike its data; and the Pareto front."""
+"""A Gaussian process, which keeps a wide margin for what is unlike its data."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-ROUNDS = 8  # rounds of the robust regression: by then it no longer moves
+FAR = 1e3  # distance of rows that have nothing in common
 
 Floats = NDArray[np.float64]
 
@@ -40,8 +40,10 @@ class Fit:
 
     def at(self, places: Floats) -> tuple[Floats, Floats]:
         """The expected values of some rows, and their standard deviations (noise not included)."""
-        variance = self.between(places, places)
-        return self._shared(places) @ self._weights, np.sqrt(np.maximum(variance, 0.0))
+        shared = self._shared(places)
+        prior = sum(term.deviation**2 for term in self.terms)
+        variance = prior - np.sum((shared @ self._inverse) * shared, axis=1)
+        return shared @ self._weights, np.sqrt(np.maximum(variance, 0.0))
 
     def between(self, places: Floats, others: Floats) -> Floats:
         """The covariance of the value of each row with that of another, given the data."""
@@ -84,25 +86,7 @@ def stacked(rows: Iterable[Data], *, coordinates: int) -> Data:
 def without_outliers(terms: Sequence[Term], data: Data) -> Data:
     """The data with more noise where a value is far from what the others predict, so that it counts less."""
     noise = data.noise
-    for _ in range(ROUNDS):
+    for _ in data.values:
         fit = Fit(terms, data._replace(noise=noise))
         noise = np.hypot(data.noise, (data.values - fit.at(data.places)[0]) / 2)
     return data._replace(noise=noise)
-
-
-def pareto_front(*columns: ArrayLike) -> NDArray[np.bool_]:
-    """Where the points of the Pareto front are; every column is to be as small as possible.
-
-    A point is on the front unless another one is at most as large in all columns and smaller in one. Two columns take
-    the time of sorting them, more columns that time times the length of the front.
-    """
-    points = np.column_stack([np.asarray(column, dtype=float) for column in columns])
-    points, inverse = np.unique(points, axis=0, return_inverse=True)  # sorted: no point is beaten by a later one
-    front, left = np.zeros(len(points), dtype=bool), np.arange(len(points))
-    if len(columns) == 2:
-        lowest = np.minimum.accumulate(points[:, 1])
-        front, left = np.r_[True, lowest[1:] < lowest[:-1]][: len(points)], left[:0]
-    while left.size:
-        front[left[0]] = True
-        left = left[np.less(points[left], points[left[0]]).any(axis=1)]
-    return front[inverse.ravel()]

@@ -7,19 +7,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oomguard._estimate.margins import spread
-from oomguard._predict.fit import Floats, Term, matrix
+from oomguard._predict.fit import FAR, Floats, Term, matrix
 from oomguard._predict.speed import Knobs, piece_of
 from oomguard._spec.spec import Spec
 
 MODEL, PIECES, CHUNKS, REST, ROWS, STEPS, PLACE = range(7)  # coordinates of a candidate
 RUGGED = 0.02  # share of the variance between candidates that not even neighbours share (assumed)
-APART = 10.0  # distance of what has nothing in common
 
 
 @cache
 def terms(*kind: str | bool) -> tuple[Term, ...]:
     """The terms of a correction (a logarithm), by the stored rows of a kind."""
-    _, level, shape, length, _ = spread(*kind)
+    _, level, shape, length, _, _ = spread(*kind)
     return (
         Term(level / math.sqrt(2)),
         Term(level / math.sqrt(2), (MODEL,)),
@@ -45,4 +44,4 @@ def places(spec: Spec, knobs: Knobs, rest: Floats, model: float = 0.0) -> Floats
     for switch in (np.asarray(knobs.offload), np.asarray(knobs.keep) == "host"):
         place = 2 * place + switch
     sizes = np.log2(rest), np.log2(knobs.microbatch), np.log2(spec.steps)
-    return matrix([APART * model, APART * pieces, APART * chunks, *sizes, APART * place])
+    return matrix([FAR * model, FAR * pieces, FAR * chunks, *sizes, FAR * place])

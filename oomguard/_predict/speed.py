@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from oomguard._estimate import terms
-from oomguard._estimate.malloc import in_heap_of
-from oomguard._predict.fit import Data, Fit, Floats, Term, matrix, without_outliers
+from oomguard._estimate.malloc import heap_of, in_heap
+from oomguard._predict.fit import FAR, Data, Fit, Floats, Term, matrix, without_outliers
 from oomguard._spec.candidate import Candidate, Candidates, is_none
 from oomguard._spec.spec import Spec
 
@@ -17,7 +17,6 @@ SPEED = {"cpu": 6e10, "cuda": 5e12}
 HALF_ROWS = {"cpu": 2.0, "cuda": 64.0}
 """The microbatch at which half of the time does not depend on the microbatch. (CPU: LSTM 128, T = 400, 2 threads: a
 step in microbatches of 2, 4, 8, 16, 32 took 1.8, 1.2, 1.1, 0.9, 1 of the time.)"""
-HALF_TIME = 0.7  # time in half precision on a card, as a share of the time in fp32
 FAULTS = 0.5
 """CPU: share added to the time if the blocks of a pass are new pages each time (LSTM 128, T = 400: 0.1 to 1.0; GRU 128,
 T = 500: 0.45 to 0.6)."""
@@ -25,19 +24,17 @@ FORWARD = {"cpu": 0.05, "cuda": 1 / 3}
 """Share that each level of segments adds to the time: a forward pass is a third of forward and backward. On the CPU
 most of it is won back, since a segment stays in the caches (LSTM 128, T = 400 to 10,000: 0.76 to 1.44 of the plain
 step, most of them near 1)."""
-CALL_SECONDS, STEP_SECONDS = 3e-4, {"native": 2e-5, "fused": 2e-6}
-"""Seconds of calling the kernels of a layer, and of each time step of it, however small (one call per step, or one call
-for all steps; LSTM 128, 1 thread)."""
+LAUNCH_SECONDS = {"native": 2e-5, "fused": 3e-4}
+"""Seconds of a layer's kernel, however small its work: of PyTorch's own one for each time step, of the others one for
+each segment (LSTM 128, 1 thread)."""
 APART = 1.5  # distance of two candidates that differ in a switch, in doublings of the microbatch
 LEVEL, SETTING, SHAPE = 1.5, 0.4, 0.2
-"""Standard deviations (of logarithms) before anything is measured: of the speed, of the effect of one setting, of the
-effect of the shape. Wide enough for all records of the tuned models (benchmarks/models.py)."""
-USUAL_NOISE, USUAL_LOCAL = 0.04, 0.1
+"""Standard deviations (of logarithms) before anything is measured: of the speed, of the effect of one setting or of an
+earlier search (the machine may have been busier), of the effect of the shape. Wide enough for all records of the tuned
+models (benchmarks/models.py)."""
+NOISE, LOCAL = 0.04, 0.1
 """Standard deviation of a measured time, and of a local deviation that only similar candidates share. Those of a search
 are half of this, twice or more, as its own records make likely."""
-
-LOAD = 0.25
-"""Standard deviation of a factor that all times of earlier searches share: the machine may have been busier then."""
 
 ROWS, PIECE, THREADS, NATIVE, KEEPS, HALF, OTHER, CHUNKS, LIVE, STEPS, OLD = range(11)  # coordinates of a candidate
 SETTINGS, SHAPES = (THREADS, NATIVE, KEEPS, HALF, OTHER), (ROWS, PIECE, CHUNKS, LIVE)
@@ -51,15 +48,11 @@ def guess(spec: Spec, knobs: Knobs, engine: Engine, *, cuda: bool) -> Floats:
     where, native = "cuda" if cuda else "cpu", _is(engine, "native")
     again = np.asarray(knobs.levels * np.greater(knobs.segments, 1) * knobs.recompute)  # further forward passes
     share = (1 + HALF_ROWS[where] / knobs.microbatch) * (1 + FORWARD[where] * again)
-    if cuda:
-        share = share * np.where(_is(knobs.precision, "fp32"), 1.0, HALF_TIME)
-    else:
+    if not cuda:
         share = share * (1 + FAULTS * faults(spec, knobs, engine))
-    passes = 6.0 * terms.weights_bytes(spec) / 4 / SPEED[where] * share
-    tokens = piece_of(spec, knobs) * knobs.microbatch
-    step = np.where(native, STEP_SECONDS["native"], STEP_SECONDS["fused"])
-    calls = CALL_SECONDS / tokens + step / knobs.microbatch
-    return np.asarray(passes + spec.layers * spec.directions * (1 + again) * calls)
+    work = 6.0 * terms.weights_bytes(spec) / 4 / SPEED[where] * share
+    launch = np.where(native, LAUNCH_SECONDS["native"], LAUNCH_SECONDS["fused"] / piece_of(spec, knobs))
+    return np.asarray(work + spec.layers * spec.directions * (1 + again) * launch / knobs.microbatch)
 
 
 def places(spec: Spec, knobs: Knobs, engine: Engine, steps: ArrayLike, *, old: bool = False) -> Floats:
@@ -83,7 +76,7 @@ def places(spec: Spec, knobs: Knobs, engine: Engine, steps: ArrayLike, *, old: b
     ]
     lengths = [np.log2(live) / 8, np.log2(steps) / 8]
     columns = [np.log2(rows) / 2, np.log2(piece) / 2, *(APART * column for column in switches), *lengths]
-    return matrix([*columns, 1e3 * old])
+    return matrix([*columns, FAR * old])
 
 
 def fit_times(data: Data) -> tuple[Fit, float]:
@@ -92,12 +85,12 @@ def fit_times(data: Data) -> tuple[Fit, float]:
     `data.noise` is what is known beforehand of each value; the noise that all share is learned from how well other
     records predict each one.
     """
-    noise, local = USUAL_NOISE, USUAL_LOCAL
+    noise, local = NOISE, LOCAL
     quiet = without_outliers(_summands(local), data._replace(noise=np.hypot(data.noise, noise)))
     extra = np.sqrt(np.square(quiet.noise) - noise**2)
     best, likely = (Fit(_summands(local), quiet), noise), -math.inf
     for louder, rougher in product(range(-1, 4), range(-1, 2)) if len(data.values) > 1 else ():
-        noise, local = USUAL_NOISE * 2.0**louder, USUAL_LOCAL * 2.0**rougher
+        noise, local = NOISE * 2.0**louder, LOCAL * 2.0**rougher
         fit = Fit(_summands(local), data._replace(noise=np.hypot(extra, noise)))
         if (evidence := fit.evidence - math.hypot(louder, rougher) ** 2 / 2) > likely:  # a doubling is a deviation
             likely, best = evidence, (fit, noise)
@@ -108,7 +101,7 @@ def _summands(local: float) -> list[Term]:
     """The summands of the logarithm of a time over its guess."""
     summands = [Term(LEVEL), *(Term(SETTING, (column,)) for column in SETTINGS)]
     summands += [Term(SHAPE, (column,)) for column in SHAPES]
-    return [*summands, Term(local, (*range(STEPS + 1),)), Term(LOAD, (OLD,))]
+    return [*summands, Term(local, (*range(STEPS + 1),)), Term(SETTING, (OLD,))]
 
 
 def faults(spec: Spec, knobs: Knobs, engine: Engine) -> NDArray[np.bool_]:
@@ -118,7 +111,8 @@ def faults(spec: Spec, knobs: Knobs, engine: Engine) -> NDArray[np.bool_]:
     """
     native = _is(engine, "native")
     block = np.asarray(knobs.microbatch) * 16 * spec.hidden * piece_of(spec, knobs)
-    large = ~np.asarray(in_heap_of(block, knobs.allocator, engine), dtype=bool)
+    heaps = np.vectorize(heap_of, otypes=[object])(knobs.allocator, engine)
+    large = ~np.vectorize(in_heap, otypes=[bool])(block, heaps)
     return np.asarray(np.where(native, ~keeps(knobs), large))
 
 

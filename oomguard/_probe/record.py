@@ -57,7 +57,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of a probe. None: not known."""
+    """The figures of a probe. A figure that is not known is None."""
 
     verdict: Verdict
     """The verdict; `verdict.advice` says what to do."""
@@ -85,7 +85,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     seconds_per_pass: float | None = None
     """Seconds of forward and backward of one full microbatch (median)."""
     fastest_pass_seconds: float | None = None
-    """Seconds of the fastest pass. Its distance from the median tells how noisy the times are."""
+    """Seconds of the fastest pass. Its distance from the median shows how noisy the times are."""
     seconds_per_update: float | None = None
     """Seconds of the optimizer's part of a step (median)."""
     passes: int = 0
@@ -111,9 +111,9 @@ class Record(Measured, frozen=True, kw_only=True):
 
     `oomguard.probe` makes them; this one is made by hand, since it is of a probe that ran out of memory.
 
-    >>> asked = {"spec": Spec(cell="gru", seq=20), "candidate": Candidate(microbatch=32), "device": "cpu"}
-    >>> found = {"engine": "native", "budget_bytes": 300 << 20, "started": "2026-01-31T12:00:00", "seconds": 1.5}
-    >>> record = Record(verdict=Verdict.OOM, message="An allocation was refused.", **asked, **found)
+    >>> request = {"spec": Spec(cell="gru", seq=20), "candidate": Candidate(microbatch=32), "device": "cpu"}
+    >>> result = {"engine": "native", "budget_bytes": 300 << 20, "started": "2026-01-31T12:00:00", "seconds": 1.5}
+    >>> record = Record(verdict=Verdict.OOM, message="An allocation was refused.", **request, **result)
     >>> record.verdict.ran, record.peak_bytes, record.verdict.advice.partition(":")[0]
     (False, None, 'Memory ran out')
     """
@@ -133,7 +133,7 @@ class Record(Measured, frozen=True, kw_only=True):
     committed_budget_bytes: int | None = None
     """CPU: bytes that it was allowed to commit; None without a limit."""
     torch: str | None = None
-    """The version of torch; None if it does not tell."""
+    """The version of torch; None if it is unknown."""
     started: str
     """Start of the probe, in UTC (ISO 8601)."""
     seconds: float

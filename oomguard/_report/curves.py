@@ -17,9 +17,9 @@ from oomguard._report.curve import Curve, Mark, Series, budget_mark, linear_axis
 from oomguard._report.curves_memory import microbatch, segments, terms, timeline
 from oomguard._report.subject import Subject, for_charts, front_of, subject_of
 from oomguard._report.words import candidate_words, figure, pieces_words, rows_words, times
-from oomguard._search.lengths import longest_that_fits
 from oomguard._search.space import LEVELS_FROM
 from oomguard._spec.candidate import KNOBS, Candidate, make_candidate
+from oomguard._spec.lengths import longest_that_fits
 from oomguard._spec.spec import Spec
 
 NEAR = 0.9  # a speed is near the highest one from this share on

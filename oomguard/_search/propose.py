@@ -8,7 +8,7 @@ the one with the largest expected improvement per expected second. Stop when no 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,29 +18,27 @@ import numpy as np
 from oomguard._core.errors import MisuseError
 from oomguard._estimate.breakdown import estimate_step, split
 from oomguard._estimate.margins import sigmas
-from oomguard._predict.calibration import Kind, kind_of, same_model
+from oomguard._predict.calibration import Kind, kind_of
 from oomguard._predict.fit import Floats
 from oomguard._probe.record import Record
-from oomguard._search.lengths import longest_that_fits, shorten
 from oomguard._search.screen import CandidateTable, Ints, Mask, least, paired, rows_of, screen
-from oomguard._search.space import Problem, lossy
+from oomguard._search.space import WORTH, Problem, lossy
 from oomguard._spec.candidate import Candidate, make_candidate
+from oomguard._spec.lengths import longest_that_fits, same_model, shorten
 from oomguard._spec.spec import Spec
 
-WORTH = 0.02  # expected gain of a probe below which it is not run
 PROBE_SECONDS, FEWEST_STEPS = 0.4, 48
 """A short version of a candidate: seconds of a pass (several go into a second, and their median counts), and steps
 (fewer would tell more about calls than about steps)."""
-START_SECONDS = 3.0
-"""Seconds of starting a child: a new one is needed if the kind of candidate changes (2.5 to 3.5 s on 2 cores)."""
-MEASURE_SECONDS = {False: 1.0, True: 1.5}
-"""Seconds of steps after which a probe begins no further one; more if time decides."""
-MEASURE_STEPS = 30  # optimizer steps of a probe, at most
-TWO_PASSES_SECONDS = 5.0  # up to so many seconds a pass is measured twice, since a first pass is slower and peaks lower
-CONFIRM_SECONDS = 40.0  # seconds that a pass at full length may take; a longer one is confirmed with shorter sequences
+CHILD_SECONDS = 3.0
+"""Seconds of starting a child: a new one is needed if the kind of candidate changes (2.5 to 3.5 s on 2 cores). A pass
+that takes no longer is measured twice, since a first pass is slower and peaks lower."""
+MEASURE_SECONDS, MEASURE_STEPS = 1.5, 30
+"""A probe begins no further optimizer step after so many seconds, or steps."""
 SAFE_SHARE = 4
 """A kind that has not been measured is first run in a quarter of the spare budget: stored errors are those of other
 machines."""
+CONFIRM_SHARE = 0.7  # share of the time left that the last pass may take: it may be slower than expected
 Role = Literal["calibrate", "explore", "confirm"]
 
 
@@ -70,26 +68,31 @@ class State:
     pending: Sequence[Probe] = ()  # probes that other workers are running
     explore: bool = True  # whether there is time to explore; if not, the best known candidate is confirmed
     left: float = math.inf  # seconds until the search ends
-
-    def has_run(self, probe: Probe) -> bool:
-        """Whether this very probe has been run."""
-        return any(map(probe.is_of, self.records))
+    draw: Callable[[CandidateTable], int] | None = None  # explores instead of the rule: gives the row to run
 
     @property
     def confirm_seconds(self) -> float:
         """Seconds that a pass of a confirming probe may take."""
-        return max(1.0, min(CONFIRM_SECONDS, 0.7 * self.left))
+        return max(1.0, CONFIRM_SHARE * self.left)
+
+    @property
+    def known(self) -> list[Record | Probe]:
+        """What has been run, and what is running."""
+        return [*self.records, *self.pending]
+
+    @property
+    def child_seconds(self) -> float:
+        """Seconds of starting a child: the most that a record took beside its passes, on a machine that may be busy."""
+        ran = [record for record in self.records if record.seconds_per_pass is not None]
+        return max(
+            [CHILD_SECONDS, *(record.seconds - record.passes * (record.seconds_per_pass or 0) for record in ran)]
+        )
 
     @property
     def own_records(self) -> list[Record]:
         """All records of this model, by earlier searches too."""
         records = (*self.problem.cached, *self.records)
         return [record for record in records if same_model(record.spec, self.problem.spec)]
-
-    @property
-    def measured(self) -> set[Kind]:
-        """The kinds of which this model has been measured, by earlier searches too."""
-        return {kind_of(record) for record in self.own_records}
 
 
 def propose(state: State) -> Probe | None:
@@ -109,7 +112,7 @@ def _fastest(state: State) -> Probe | None:
         return _try_smallest(state, table)
     for row, steps in _promising(state, table) if state.explore else ():
         probe = make_probe(state, table, row, "explore" if table.eligible[row] else "calibrate", steps)
-        if table.eligible[row] or not state.has_run(probe):
+        if not any(map(probe.is_of, state.pending if table.eligible[row] else state.known)):
             return probe
     best = least(table.expected.seconds_per_step, table.eligible)
     return _confirm(state, table, best) or _compare(state, table, best)
@@ -120,22 +123,25 @@ def _promising(state: State, table: CandidateTable) -> Iterator[tuple[int, int]]
 
     A candidate that only its margin excludes counts with the probability that it fits.
     """
-    (times, noise), problem, whole = table.calibration.times, state.problem, table.spec.steps
+    (times, noise), whole = table.calibration.times, table.spec.steps
     mean, places = np.log(table.expected.seconds_per_step), table.calibration.time_places(table.estimate)
+    best, short = least(mean, table.eligible), short_steps(table)
+    confirming = 0.0 if _confirmed(state, table)[best] else min(state.confirm_seconds, table.pass_seconds[best])
+    left = state.left - confirming / CONFIRM_SHARE - state.child_seconds
+    last = {kind_of(state.records[-1])} if state.records else set[Kind]()
+    start = state.child_seconds * ~table.of_kinds(last)
+    if state.draw is not None:
+        row = state.draw(table)
+        yield from [(row, int(short[row]))] if start[row] + MEASURE_SECONDS <= left else []
+        return
     chance = np.where(table.eligible, 1.0, _chance(state, table))
     for probe in state.pending:  # what others are running is not run twice, nor longer at the same time
         chance = np.where(rows_of(probe, table), 0.0, chance)
-    best = least(mean, table.eligible)
-    reserve = 0.0 if _confirmed(state, table)[best] else min(CONFIRM_SECONDS, table.pass_seconds[best]) / 0.7
-    left = state.left - reserve - START_SECONDS
-    each, short = table.pass_seconds / whole, short_steps(table)
-    last = kind_of(state.records[-1]) if state.records else None
-    start = START_SECONDS * ~table.of_kinds({last} if last is not None else set())
     gains, versions = [], (short, np.full(len(table), whole))
     for steps in versions:
         shorter = table.calibration.time_places(table.estimate, steps)
         moves = times.between(shorter, places) / np.hypot(times.at(shorter)[1], noise)
-        seconds = start + np.maximum(MEASURE_SECONDS[problem.timed], 2 * each * steps)
+        seconds = start + np.maximum(MEASURE_SECONDS, 2 * table.pass_seconds / whole * steps)
         improvement = chance * _improvement(mean[best] - mean, np.abs(moves))
         worth = (improvement >= WORTH) & (seconds <= left)
         gains.append(np.where(worth, improvement / seconds, 0.0))
@@ -179,8 +185,13 @@ def _confirm(state: State, table: CandidateTable, row: int) -> Probe | None:
     confirmed, seconds = _confirmed(state, table), table.expected.seconds_per_step
     if confirmed.any() and seconds[row] >= (1 - WORTH) * seconds[confirmed].min():
         return None
-    steps = state.confirm_seconds / (table.pass_seconds[row] / table.spec.steps)
-    return make_probe(state, table, row, "confirm", min(table.spec.steps, max(FEWEST_STEPS, int(steps))))
+    return make_probe(state, table, row, "confirm", _confirm_steps(state, table, row))
+
+
+def _confirm_steps(state: State, table: CandidateTable, row: int) -> int:
+    """The steps of a confirming probe: all of them, or as many as there is time for."""
+    steps = state.confirm_seconds / table.pass_seconds[row] * table.spec.steps
+    return int(min(table.spec.steps, max(FEWEST_STEPS, steps)))
 
 
 def _confirmed(state: State, table: CandidateTable) -> Mask:
@@ -197,7 +208,7 @@ def _compare(state: State, table: CandidateTable, best: int) -> Probe | None:
     fast by luck too.
     """
     rivals = table.eligible & table.of_kinds({table.kind_at(best)}) & (np.arange(len(table)) != best)
-    if not state.explore or not rivals.any() or 2 * table.pass_seconds[best] > MEASURE_SECONDS[True]:
+    if not state.explore or not rivals.any() or 2 * table.pass_seconds[best] > MEASURE_SECONDS:
         return None
     seconds, noise = table.expected.seconds_per_step, table.calibration.times[1]
     rows = best, least(seconds, rivals)
@@ -214,6 +225,7 @@ def make_probe(state: State, table: CandidateTable, row: int, role: Role, steps:
     """A probe of a candidate with sequences of so many steps, or half of them, and so on, until it surely fits."""
     problem, chosen, kind = state.problem, table.candidates[row], table.kind_at(row)
     whole = problem.spec_of(chosen.microbatch, table.spec)
+    measured = any(kind_of(record) == kind for record in state.own_records)
     # two leading digits: a slightly different predicted time gives the same probe
     steps = whole.steps if steps >= whole.steps else steps - steps % 10 ** max(0, len(str(steps)) - 2)
     while True:
@@ -222,13 +234,13 @@ def make_probe(state: State, table: CandidateTable, row: int, role: Role, steps:
         estimate = estimate_step(spec, candidate, problem.target)
         expected = table.calibration.of(spec).predict(estimate)[0]
         spare_bytes = max(0, problem.budget_bytes - int(estimate.terms["runtime"]))
-        modest = kind in state.measured or float(split(estimate)[1][0]) <= spare_bytes / SAFE_SHARE
+        modest = measured or float(split(estimate)[1][0]) <= spare_bytes / SAFE_SHARE
         fits = expected.safe_bytes <= problem.budget_bytes or (spec == whole and table.eligible[row])
         if (fits and modest) or steps <= 1:
             break
         steps //= 2
     pass_seconds = float(table.pass_seconds[row]) * spec.steps / whole.steps
-    twice = pass_seconds <= TWO_PASSES_SECONDS and (problem.timed or kind.engine == "native")
+    twice = pass_seconds <= CHILD_SECONDS
     return Probe(
         spec=spec,
         candidate=candidate,
@@ -266,9 +278,8 @@ def _largest(state: State, aim: str) -> Probe | None:
     sizes, confirmed = sizes_of(table, aim), _confirmed(state, table)
     if confirmed.any() and sizes[row] <= (1 + WORTH / 2) * sizes[confirmed].max():
         return None
-    steps = int(state.confirm_seconds / table.pass_seconds[row] * table.spec.steps)
-    probe = make_probe(state, table, row, "confirm", max(FEWEST_STEPS, min(table.spec.steps, steps)))
-    return None if state.has_run(probe) or any(map(probe.is_of, state.pending)) else probe
+    probe = make_probe(state, table, row, "confirm", _confirm_steps(state, table, row))
+    return None if any(map(probe.is_of, state.known)) else probe
 
 
 def sizes_of(table: CandidateTable, aim: str) -> Ints:

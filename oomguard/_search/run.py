@@ -1,6 +1,5 @@
 """Running a search: one worker per device, within limits. The result is kept, however the search ends."""
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -15,8 +14,7 @@ from oomguard._probe.cache import Cache
 from oomguard._probe.record import Ledger, Record, torch_version
 from oomguard._probe.runner import Free, Runner
 from oomguard._probe.verdict import Verdict
-from oomguard._search.propose import MEASURE_SECONDS, Probe, State, make_probe, short_steps
-from oomguard._search.screen import CandidateTable, screen
+from oomguard._search.propose import CHILD_SECONDS, MEASURE_SECONDS, Probe
 from oomguard._search.space import Problem
 
 if TYPE_CHECKING:
@@ -27,10 +25,6 @@ if TYPE_CHECKING:
 
 MAX_PROBES = 24
 TIMEOUT_SECONDS = 55.0  # seconds of a whole search by default
-START_SECONDS = 45.0  # seconds that the start of a child may take on a busy machine: on a card 17 s were measured
-PATIENCE = 6.0  # how many times longer than expected a probe may take
-RESERVE = 0.45  # share of the whole time in which one of Optuna's samplers does not explore
-LAST_SECONDS = 4.0  # with no more seconds left than this, no further probe begins
 POLL_SECONDS = 0.2
 
 
@@ -77,7 +71,6 @@ class Search:
     ledger: Ledger | None
     cache: Cache
     limits: Limits
-    sampler: str = "auto"
     progress: Callable[[Progress], None] | None = None
     records: list[Record] = field(default_factory=list)
     stale: bool = False
@@ -87,19 +80,22 @@ class Search:
     running: dict[str, Probe] = field(default_factory=dict)
 
     def run(self, devices: Iterable[str]) -> SearchResult:
-        """Work on all devices until the search is done, out of time or interrupted."""
+        """Work on each device in a thread of its own until the search is done, out of time, interrupted or failed."""
         with ExitStack() as stack:
-            seconds = MEASURE_SECONDS[self.problem.timed]
-            runners = [stack.enter_context(Runner(name, seconds=seconds)) for name in devices]
+            runners = [stack.enter_context(Runner(name, seconds=MEASURE_SECONDS)) for name in devices]
+            pool = stack.enter_context(ThreadPoolExecutor(len(runners)))
+            running = workers = {pool.submit(self._work, runner) for runner in runners}
             try:
-                if self.sampler != "auto":
-                    self._draw(runners[0])
-                if len(runners) == 1:
-                    self._work(runners[0])
-                else:
-                    self._work_together(runners)
+                while running:
+                    done, running = wait(workers, POLL_SECONDS)
+                    if any(worker.exception() for worker in done):
+                        self.ended = self.ended or "failed"  # the other workers stop
+                for worker in workers:
+                    worker.result()
             except KeyboardInterrupt:
                 self.ended = "interrupted"
+                for runner in runners:
+                    runner.close()
         return SearchResult(
             problem=self.problem,
             records=tuple(sorted(self.records, key=lambda record: record.started)),
@@ -107,23 +103,6 @@ class Search:
             seconds=time.monotonic() - self.began,
             stale=self.stale,
         )
-
-    def _work_together(self, runners: list[Runner]) -> None:
-        """Work on each device in a thread of its own, until all have ended or one has failed."""
-        with ThreadPoolExecutor(len(runners)) as pool:
-            workers = [pool.submit(self._work, runner) for runner in runners]
-            running = {*workers}
-            try:
-                while running:
-                    done, running = wait(workers, POLL_SECONDS)
-                    if any(worker.exception() for worker in done):
-                        self.ended = self.ended or "failed"  # the other workers stop
-            except KeyboardInterrupt:
-                self.ended = "interrupted"
-                for runner in runners:
-                    runner.close()
-        for worker in workers:
-            worker.result()
 
     @property
     def left(self) -> float:
@@ -156,58 +135,16 @@ class Search:
             time.sleep(POLL_SECONDS)
         return False
 
-    def _measure(self, trial: "Trial", runner: Runner, probe: Probe) -> list[float]:
-        """Run a probe, store its record, and return the values of its trial."""
-        self.trials.mark(trial, probe, self._patience(probe))
-        self._report()
-        try:
-            record = self._probe(runner, probe)
-        finally:
-            self.running.pop(runner.device.name, None)
-        with self.lock:
-            if self._interrupted():
-                return []
-            self._keep(record)
-            values = self.trials.sampler.report(trial, record)
-        self._report()
-        return values
-
-    def _draw(self, runner: Runner) -> None:
-        """Explore with one of Optuna's samplers in the screened space, for comparison, from arithmetic's best on."""
-        from oomguard._search.sampler import draw
-
-        def measure(row: int, table: CandidateTable) -> float:
-            state = State(problem=self.problem, records=self.records)
-            probe = make_probe(state, table, row, "explore", int(short_steps(table)[row]))
-            self.trials.sampler.decided[threading.get_ident()] = probe
-            trial = self.trials.study.ask()
-            (value,) = self._measure(trial, runner, self.trials.sampler.suggest(trial)) or [math.nan]
-            self.trials.tell(trial, value)
-            return value
-
-        def is_late() -> bool:
-            probes = len(self.trials.records())
-            return probes >= self.limits.max_probes - 1 or self.left < RESERVE * self.limits.seconds
-
-        if self.problem.maximize == ("throughput",):
-            draw(self.sampler, lambda: screen(self.problem, self.records), measure, is_late)
-
-    def _interrupted(self) -> bool:
-        return self.ended == "interrupted"
-
     def _next(self, runner: Runner) -> Probe | None:
         """The next probe within what is free now, in the light of other machines' records.
 
         If a limit is reached there is none, and `ended` says why.
         """
         self.trials.recover()
-        stored = self.trials.records()
+        stored, most = self.trials.records(), self.limits.max_probes
         self.records += measured_on(self.cache.title, stored, known=self.records)
-        if len(stored) >= self.limits.max_probes:
-            self.ended = "max-probes"
-        elif self.left <= LAST_SECONDS:
-            self.ended = "timeout"
-        if self.ended is not None:
+        if len(stored) >= most or self.left <= CHILD_SECONDS:
+            self.ended = self.ended or ("max-probes" if len(stored) >= most else "timeout")
             return None
         free_bytes = usable_bytes(runner.free())
         if free_bytes < self.problem.budget_bytes:  # another process has taken some: plan for what is left
@@ -217,28 +154,36 @@ class Search:
             self.trials.study,
             records=self.records,
             pending=[*self.running.values(), *self.trials.pending()],
-            explore=self.sampler == "auto",
+            explore=self.trials.sampler.name == "auto" or len(stored) < most - 1,  # the last probe is to confirm
             left=self.left,
         )
 
-    def _patience(self, probe: Probe) -> float:
-        """Seconds that a probe may take: several times what is expected, but not beyond the end of the search."""
-        patience = PATIENCE if probe.role != "confirm" else PATIENCE / 2  # its time is well known by then
-        seconds = MEASURE_SECONDS[self.problem.timed] + probe.passes * probe.seconds_per_pass
-        return min(START_SECONDS + patience * seconds, max(LAST_SECONDS, self.left))
-
-    def _probe(self, runner: Runner, probe: Probe) -> Record:
-        return runner.probe(
-            probe.spec,
-            probe.candidate,
-            budget_bytes=self.problem.budget_bytes,  # at most what was free when the probe was chosen
-            timeout=self._patience(probe),
-            steps=probe.steps,
-            passes=probe.passes,
-        )
+    def _measure(self, trial: "Trial", runner: Runner, probe: Probe) -> list[float]:
+        """Run a probe, store its record, and return the values of its trial."""
+        timeout = max(CHILD_SECONDS, self.left if probe.role == "confirm" else self.left / 2)
+        self.trials.mark(trial, probe, timeout)
+        self._report()
+        try:
+            record = runner.probe(
+                probe.spec,
+                probe.candidate,
+                budget_bytes=self.problem.budget_bytes,  # at most what was free when the probe was chosen
+                timeout=timeout,
+                steps=probe.steps,
+                passes=probe.passes,
+            )
+        finally:
+            self.running.pop(runner.device.name, None)
+        with self.lock:
+            if self.ended == "interrupted":
+                return []
+            self._keep(record)
+            values = self.trials.sampler.report(trial, record)
+        self._report()
+        return values
 
     def _keep(self, record: Record) -> None:
-        """Store a record: on the disk first, so that it is not lost."""
+        """Store a record: on the disk first, so that it is not lost. Drop cached records that it contradicts."""
         if self.ledger is not None:
             self.ledger.append(record)
         self.records.append(record)

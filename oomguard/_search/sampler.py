@@ -3,7 +3,7 @@
 import math
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -14,18 +14,16 @@ with warnings.catch_warnings():  # in a notebook tqdm, which Optuna imports, war
     from optuna import Study, create_study
     from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
     from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
-    from optuna.trial import FrozenTrial, Trial, TrialState
+    from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
 from oomguard._core.errors import MisuseError
+from oomguard._predict.fit import FAR
 from oomguard._probe.record import Record
 from oomguard._search.propose import Probe, State, choose, make_probe, propose
-from oomguard._search.screen import CandidateTable, screen
+from oomguard._search.screen import CandidateTable, rows_of, screen
 from oomguard._search.space import Problem
 from oomguard._spec.candidate import KNOBS
 from oomguard._spec.spec import MAX_SEQ, Spec
-
-MOST_DRAWS = 200  # trials of one of Optuna's samplers, with those that are screened out
-APART = 1e3  # distance of another choice, in doublings of a number
 
 
 class Sampler(BaseSampler):
@@ -34,16 +32,19 @@ class Sampler(BaseSampler):
     `suggest` gives the candidate of a trial, `report` stores its record and returns the values of the trial.
     """
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, name: str = "auto") -> None:
+        """`name`: `auto`, or the sampler of Optuna that explores instead of the rule."""
+        self.problem, self.name = problem, name
         self.decided = dict[int, Probe]()  # by thread: a worker may decide before its trial begins
         self._lock = threading.Lock()
 
     def propose(self, study: Study, **limits: Any) -> Probe | None:
         """The next probe; None if none is worth it. `limits` are fields of `State`."""
         pending = [*pending_in(study), *self.decided.values()]
-        known: dict[str, Any] = {"problem": self.problem, "records": records_in(study), "pending": pending}
-        return propose(State(**known | limits))
+        known: dict[str, Any] = {"problem": self.problem, "records": records_in(study), "pending": pending} | limits
+        if self.name != "auto":
+            known["draw"] = lambda table: draw(self.name, table, known["records"])
+        return propose(State(**known))
 
     def suggest(self, trial: Trial) -> Probe:
         """The candidate of a trial, with the spec to run it with, perhaps of shorter sequences."""
@@ -148,61 +149,46 @@ def _suggest(trial: Trial, name: str, distribution: BaseDistribution) -> Any:
     return trial.suggest_categorical(name, distribution.choices)
 
 
-def draw(
-    name: str,
-    look: Callable[[], CandidateTable],
-    measure: Callable[[int, CandidateTable], float],
-    is_late: Callable[[], bool],
-) -> None:
-    """Let one of Optuna's own samplers choose candidates, arithmetic's best first. What is screened out is not run.
-
-    `look` gives the table as it is now, `measure` runs a row of it and returns its value, or nan.
-    """
+def draw(name: str, table: CandidateTable, records: Sequence[Record]) -> int:
+    """The row that one of Optuna's own samplers runs next, among those that fit; arithmetic's best comes first."""
+    best = choose(table)
+    assert best is not None
     samplers: dict[str, Any] = {"gp": GPSampler, "tpe": TPESampler, "random": RandomSampler}
+    study, ranges = create_study(direction="maximize", sampler=samplers[name](seed=len(records))), _ranges_of(table)
+    for record in records:
+        rows = np.flatnonzero(rows_of(record, table))
+        if record.seconds_per_step is not None and len(rows):
+            excess = float((record.peak_bytes or 0) - record.budget_bytes)
+            value, params = _value("throughput", table.spec, record), _params_of(table, int(rows[0]), ranges)
+            trial = create_trial(value=value, params=params, distributions=ranges, constraints={"excess_bytes": excess})
+            study.add_trial(trial)
     try:
-        study = create_study(direction="maximize", sampler=samplers[name](seed=0))
+        drawn = study.ask(ranges).params if study.trials else _params_of(table, best, ranges)
     except ImportError as error:  # GPSampler needs scipy
         raise MisuseError(
             rule=f"--sampler {name} needs a package that is not installed",
             got=f"got {error}",
             advice="Install it with pip, or leave --sampler out.",
         ) from None
-    table = look()
-    ranges, best = _space_of(table), choose(table)
-    if best is None:
-        return
-    study.enqueue_trial({name: table.candidates.arrays[name][best].item() for name in ranges})
-
-    def objective(trial: Trial) -> float:
-        table = look()
-        row = _nearest(table, {name: _suggest(trial, name, some) for name, some in ranges.items()})
-        trial.set_constraint("excess", 0.0 if table.eligible[row] else 1.0)
-        return measure(row, table) if table.eligible[row] else table.spec.batch / table.expected.seconds_per_step[row]
-
-    def stop(study: Study, trial: FrozenTrial) -> None:
-        if is_late() or trial.number > MOST_DRAWS:
-            study.stop()
-
-    with warnings.catch_warnings():  # a value that is no number is a trial that failed
-        warnings.simplefilter("ignore")
-        study.optimize(objective, callbacks=[stop])
+    away = np.where(table.eligible, 0.0, np.inf)
+    for knob, value in drawn.items():  # the nearest number, of the rows with the most equal choices
+        values = table.candidates.arrays[knob]
+        away += np.abs(np.log2(values / value)) if values.dtype.kind in "iu" else FAR * (values != value)
+    return int(np.argmin(away))
 
 
-def _space_of(table: CandidateTable) -> dict[str, BaseDistribution]:
-    """The screened space as parameters of Optuna's own samplers."""
+def _ranges_of(table: CandidateTable) -> dict[str, BaseDistribution]:
+    """The space as parameters of Optuna's own samplers."""
     ranges: dict[str, BaseDistribution] = {}
     for name, values in table.candidates.arrays.items():
-        some = [*dict.fromkeys(values[table.eligible].tolist())]
-        if name != "accumulation" and some:
-            whole = values.dtype.kind in "iu"
-            ranges[name] = IntDistribution(min(some), max(some), log=True) if whole else CategoricalDistribution(some)
+        choices = [*dict.fromkeys(values.tolist())]
+        if name != "accumulation":
+            numbers = values.dtype.kind in "iu" and min(choices) < max(choices)
+            ranges[name] = (
+                IntDistribution(min(choices), max(choices), log=True) if numbers else CategoricalDistribution(choices)
+            )
     return ranges
 
 
-def _nearest(table: CandidateTable, params: dict[str, Any]) -> int:
-    """The row with the choices and nearly the numbers of some parameters."""
-    away = np.zeros(len(table))
-    for name, value in params.items():
-        values = table.candidates.arrays[name]
-        away += np.abs(np.log2(values / value)) if values.dtype.kind in "iu" else APART * (values != value)
-    return int(np.argmin(away))
+def _params_of(table: CandidateTable, row: int, ranges: Iterable[str]) -> dict[str, Any]:
+    return {name: table.candidates.arrays[name][row].item() for name in ranges}

@@ -12,13 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oomguard._estimate.breakdown import Estimate, estimate_batch
-from oomguard._predict.calibration import Calibration, Kind, Predictions, kind_of, kinds_of, same_model
+from oomguard._predict.calibration import Calibration, Kind, Predictions, kind_of, kinds_of
 from oomguard._predict.fit import Floats
-from oomguard._predict.speed import USUAL_NOISE
+from oomguard._predict.speed import NOISE
 from oomguard._probe.record import Record
 from oomguard._probe.verdict import Verdict
 from oomguard._search.space import Problem, grid, lossy
 from oomguard._spec.candidate import KNOBS, Candidate, Candidates, is_none
+from oomguard._spec.lengths import same_model
 from oomguard._spec.spec import Spec
 
 if TYPE_CHECKING:
@@ -28,8 +29,6 @@ SETTING = tuple(name for name, knob in KNOBS.items() if knob.role.group == "sett
 """Knobs that decide which code runs. If it fails once, it always does."""
 SHAPE = ("threads", "microbatch", "segments", "recompute", "levels", "window")
 """Knobs that decide in which pieces it runs, and with how many threads."""
-STRAIN = 0.93  # where one candidate was strained, others of its setting must peak below this share of its peak
-HOPELESS = (Verdict.UNSUPPORTED, Verdict.CRASHED, Verdict.BROKEN)
 
 Mask = NDArray[np.bool_]
 Ints = NDArray[np.int64]
@@ -75,11 +74,6 @@ class CandidateTable:
         """Expected seconds of one full microbatch."""
         return self.expected.seconds_per_step / self.passes
 
-    @property
-    def runtime_bytes(self) -> int:
-        """The estimated runtime."""
-        return int(np.max(self.estimate.terms["runtime"]))
-
     def like(self, candidate: Candidate, *names: str) -> Mask:
         """Where some knobs have the values of a candidate."""
         rows = np.ones(len(self), dtype=bool)
@@ -117,14 +111,20 @@ def screen(problem: Problem, records: Sequence[Record], spec: Spec | None = None
     """
     spec = spec or problem.spec
     table = _predicted(problem, Calibration(spec, records, problem.target, problem.cached))
-    ours, late = [record for record in records if same_model(record.spec, spec)], np.zeros(len(table), dtype=bool)
+    ours = [record for record in records if same_model(record.spec, spec)]
+    late, strained = np.zeros(len(table), dtype=bool), np.zeros(len(table), dtype=bool)
     for record in sorted(ours, key=lambda record: _weight(record, spec)):  # the most informative record comes last
-        if record.verdict.ran or record.spec.steps <= spec.steps:
-            late |= _add(table, problem, record, ours) & (record.verdict is Verdict.TIMEOUT)
-    for record in ours:
-        if record.verdict is Verdict.STRAINED and record.peak_bytes is not None:
-            high = table.expected.peak_bytes > STRAIN * record.peak_bytes
-            table.exclude(table.like(record.candidate, *SETTING) & high)
+        rows, same = rows_of(record, table), table.like(record.candidate, *SETTING)
+        if record.verdict.ran:
+            table.longest[rows] = np.maximum(table.longest[rows], record.spec.steps)
+            if record.spec == problem.spec_of(record.candidate.microbatch, spec):
+                _measured(table, problem, rows & table.like(record.candidate, "segments"), turns_of(record, ours))
+        elif record.spec.steps <= spec.steps:
+            late |= rows & (record.verdict is Verdict.TIMEOUT)
+            table.exclude(_failed(table, problem, record, rows, same))
+        if record.verdict is Verdict.STRAINED:  # others of its setting must surely peak lower
+            strained |= same & (table.expected.safe_bytes > (record.peak_bytes or 0))
+    table.exclude(strained)
     _compare(table, ours)
     in_time = table.fits & ~(late & (table.longest == 0))
     if in_time.any():  # otherwise all that fit timed out, which says nothing about memory
@@ -159,36 +159,31 @@ def _predicted(problem: Problem, calibration: Calibration) -> CandidateTable:
     )
 
 
-def _add(table: CandidateTable, problem: Problem, record: Record, records: Sequence[Record]) -> Mask:
-    """Write what a record of this model says into the table, and return the rows of its candidates."""
-    rows = rows_of(record, table)
-    if record.verdict.ran:
-        table.longest[rows] = np.maximum(table.longest[rows], record.spec.steps)
-    elif record.verdict in HOPELESS:
-        # what is unusual is taken for the cause, or else every knob that decides which code runs
-        cause = ("allocator",) if record.candidate.allocator == "expandable" else SETTING
-        table.exclude(table.like(record.candidate, *cause))
-    elif record.verdict is not Verdict.TIMEOUT and record.budget_bytes >= problem.budget_bytes:
-        peaks = table.prediction.peak_bytes
-        lowest = np.max(peaks[rows]) if rows.any() else np.inf  # nor does anything fit that should peak no lower
-        table.exclude(rows | (table.like(record.candidate, *SETTING) & (peaks >= lowest)))
-    if record.spec == problem.spec_of(record.candidate.microbatch, table.spec) and record.verdict.ran:
-        same = rows & table.like(record.candidate, "segments")
-        turns = turns_of(record, records)
-        highest = max(turns, key=lambda record: record.peak_bytes or 0)
-        peak_bytes, safe_bytes = highest.peak_bytes or 0, table.calibration.repeated_bytes(highest)
-        table.expected.peak_bytes[same], table.expected.margin_bytes[same] = peak_bytes, safe_bytes - peak_bytes
-        table.expected.seconds_per_step[same] = _measured_seconds(table, turns, table.prediction.seconds_per_step[same])
-        table.fits[same] = table.possible[same] = safe_bytes <= problem.budget_bytes
-    return rows
+def _measured(table: CandidateTable, problem: Problem, rows: Mask, turns: Sequence[Record]) -> None:
+    """Write what the turns of a candidate at full length say of it into the table.
+
+    Its time is the median, drawn towards the prediction by no more than its noise.
+    """
+    highest, expected = max(turns, key=lambda record: record.peak_bytes or 0), table.expected
+    peak_bytes, safe_bytes = highest.peak_bytes or 0, table.calibration.repeated_bytes(highest)
+    expected.peak_bytes[rows], expected.margin_bytes[rows] = peak_bytes, safe_bytes - peak_bytes
+    table.fits[rows] = table.possible[rows] = safe_bytes <= problem.budget_bytes
+    passes, noise = table.spec.batch / highest.candidate.microbatch, NOISE / len(turns) ** 0.5
+    seconds = passes * median([turn.seconds_per_pass or 0.0 for turn in turns]) + table.calibration.update_seconds
+    pull = np.clip(np.log(table.prediction.seconds_per_step[rows] / seconds), -noise, noise)
+    expected.seconds_per_step[rows] = seconds * np.exp(pull)
 
 
-def _measured_seconds(table: CandidateTable, turns: Sequence[Record], predicted: Floats) -> Floats:
-    """The time of a step as measured, drawn towards the predictions by no more than its noise."""
-    passes = table.spec.batch / turns[0].candidate.microbatch
-    measured = passes * median([turn.seconds_per_pass or 0.0 for turn in turns]) + table.calibration.update_seconds
-    doubt = USUAL_NOISE / len(turns) ** 0.5
-    return np.asarray(measured * np.exp(np.clip(np.log(predicted / measured), -doubt, doubt)))
+def _failed(table: CandidateTable, problem: Problem, record: Record, rows: Mask, same: Mask) -> Mask:
+    """The candidates that will fail because one did: those of its setting, if the code does not run there."""
+    if record.verdict in (Verdict.UNSUPPORTED, Verdict.CRASHED, Verdict.BROKEN):
+        unusual = record.candidate.allocator == "expandable"  # taken for the cause
+        return table.like(record.candidate, "allocator") if unusual else same
+    if record.verdict is Verdict.TIMEOUT or record.budget_bytes < problem.budget_bytes:
+        return np.zeros(len(table), dtype=bool)
+    peaks = table.prediction.peak_bytes
+    lowest = np.max(peaks[rows]) if rows.any() else np.inf  # nor does anything fit that should peak no lower
+    return rows | (same & (peaks >= lowest))
 
 
 def paired(records: Sequence[Record]) -> dict[tuple[Candidate, Candidate], list[float]]:

@@ -14,28 +14,21 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from oomguard._core.errors import MisuseError, check_choice, flag, nearest, shown
 from oomguard._estimate import terms
 from oomguard._estimate.target import Target
 from oomguard._probe.record import Record
-from oomguard._spec.candidate import KNOBS, Candidates, serve
+from oomguard._spec.candidate import ALLOW_WORDS, KNOBS, Candidates, check_allow, serve
 from oomguard._spec.spec import Spec
 
-AIMS = ("throughput", "microbatch", "seq")  # what `--maximize` takes
-ALLOW_WORDS = {name: knob.role.lossy for name, knob in KNOBS.items() if knob.role.lossy is not None}
-"""The lossy knobs, each with the word by which `--allow` takes it."""
-ALLOWED = tuple(ALLOW_WORDS.values())  # the words that `--allow` takes
 LEVELS_FROM = {1: 1, 2: 256, 3: 16_384}  # the number of segments from which on each number of levels is worth its time
-MOST_ROWS = 96  # microbatches in a grid, at most, if the aim is speed
-FINE = 1.008  # the ratio of neighbouring microbatches, if the aim is the largest
-SHARE = 0.02  # from this share of the budget on, a term is worth a knob of its own
+FINE = 1.004  # the ratio of neighbouring microbatches if the aim is the largest; its eighth power if it is speed
+WORTH = 0.02  # share of the time of a step that is worth a probe, and of the budget that is worth a knob
 HEAPS = ("tight", "fast")
 """CPU: the allocators worth trying. `fast` keeps the blocks of a step (PyTorch's own kernels) or of a whole segment
 (oneDNN; LSTM 128, T = 400, 2 threads: 63 ms a step in chunks, and 106 with glibc's moving thresholds; its peaks then
 vary). Vanilla RNNs have `tight` alone: elsewhere they creep up by a third. `system` is neither fast nor repeatable,
 since its thresholds depend on what the process freed before."""
-SHORTEST_PIECE, SHORTEST_WINDOW = 8, 32
-"""Steps of a segment and of a window: shorter ones take more time than they save memory."""
+SHORTEST_PIECE = 8  # steps of a segment, at least: shorter ones take more time than they save memory
 WHOLE = {"segments": 1, "recompute": True, "levels": 1, "window": None}
 """The shape of a candidate that goes through a sequence in one piece."""
 
@@ -92,9 +85,9 @@ def make_space(spec: Spec, target: Target, budget_bytes: int, choices: Choices) 
     values = _settings(spec, target, choices)
     weights_bytes = terms.weights_bytes(spec)
     worth = {
-        "offload": target.cuda and 2 * weights_bytes > SHARE * budget_bytes,
-        "update": weights_bytes > SHARE * budget_bytes,
-        "keep": target.cuda and spec.steps * spec.batch * spec.inputs > SHARE * budget_bytes,
+        "offload": target.cuda and 2 * weights_bytes > WORTH * budget_bytes,
+        "update": weights_bytes > WORTH * budget_bytes,
+        "keep": target.cuda and spec.steps * spec.batch * spec.inputs > WORTH * budget_bytes,
         "state_8bit": importlib.util.find_spec("bitsandbytes") is not None,
     }
     for name in dict.fromkeys([*worth, *KNOBS]):
@@ -104,41 +97,6 @@ def make_space(spec: Spec, target: Target, budget_bytes: int, choices: Choices) 
     values |= {name: (value,) for name, value in fixed.items() if KNOBS[name].role.group != "shape"}
     settings = [dict(zip(values, combination, strict=True)) for combination in itertools.product(*values.values())]
     return Space(settings=tuple(settings), choices=choices)
-
-
-def check_maximize(maximize: tuple[str, ...]) -> None:
-    """Raise unless these are aims, each once."""
-    for name in maximize:
-        check_choice("maximize", name, ("batch", *AIMS))  # the caller has turned `batch` into `microbatch`
-    if not maximize or len({*maximize}) < len(maximize):
-        raise MisuseError(
-            rule="--maximize takes one aim or several different ones",
-            got=f"got {shown(','.join(maximize))}",
-            advice="Write it as throughput or throughput,seq.",
-        )
-
-
-def check_allow(allow: tuple[str, ...]) -> None:
-    """Raise unless these are words that `--allow` takes."""
-    for name in allow:
-        if name not in ALLOWED:
-            raise MisuseError(
-                rule=f"--allow takes {', '.join(ALLOWED)}, or none",
-                got=f"got {shown(name)}",
-                advice=nearest(name, [*ALLOWED, "none"]),
-            )
-
-
-def check_fixed(fixed: dict[str, Any], allow: tuple[str, ...]) -> None:
-    """Raise if a lossy knob is fixed to a lossy value that is not allowed."""
-    for name, value in fixed.items():
-        word = ALLOW_WORDS.get(name)
-        if word is not None and value != KNOBS[name].field.default and word not in allow:
-            raise MisuseError(
-                rule="A lossy knob is turned only if it is allowed",
-                got=f"got {flag(name)} and not --allow {word}",
-                advice=f"Add {word} to --allow, or leave it out.",
-            )
 
 
 def _settings(spec: Spec, target: Target, choices: Choices) -> dict[str, tuple[Any, ...]]:
@@ -159,28 +117,14 @@ def _settings(spec: Spec, target: Target, choices: Choices) -> dict[str, tuple[A
 
 
 def microbatches(batch: int, *, finest: bool = False) -> list[int]:
-    """Sizes worth trying: nearly all if `finest`, else of those that take equally many passes the smallest.
-
-    >>> microbatches(32)
-    [1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 32]
-    """
-    if finest:
-        count = math.ceil(math.log(batch) / math.log(FINE))
-        return sorted({min(batch, math.floor(FINE**power)) for power in range(count + 1)} | {batch})
-    some = range(1, batch + 1) if batch <= 4096 else {round(FINE**power) for power in range(2500)} & {*range(1, batch)}
-    sizes = sorted({-(-batch // -(-batch // size)) for size in some} | {batch})
-    if len(sizes) <= MOST_ROWS:
-        return sizes
-    picked = np.unique(np.round(np.geomspace(1, len(sizes), MOST_ROWS)).astype(int) - 1)
-    return [sizes[index] for index in picked]
+    """Sizes worth trying: nearly all if `finest`, else of those that take equally many passes the smallest."""
+    ratio = FINE if finest else FINE**8
+    sizes = {min(batch, math.floor(ratio**power)) for power in range(math.ceil(math.log(batch, ratio)) + 1)} | {batch}
+    return sorted(sizes if finest else {-(-batch // -(-batch // size)) for size in sizes})
 
 
 def segment_counts(steps: int) -> list[int]:
-    """Numbers of segments worth trying: each about a fifth more than the last up to 64, and by half from there.
-
-    >>> segment_counts(80)
-    [2, 3, 4, 5, 6, 7, 8, 10]
-    """
+    """Numbers of segments worth trying: each about a fifth more than the last up to 64, and by half from there."""
     powers = np.r_[1:6:0.25, 6:36:0.5]
     most = max(2, steps // SHORTEST_PIECE)
     return sorted({min(most, round(2**power)) for power in powers.tolist()}) if steps > 1 else []
@@ -202,7 +146,7 @@ def shapes(spec: Spec, space: Space) -> list[dict[str, Any]]:
     if not spec.bidirectional:
         chunks = [4**power for power in range(1, 15) if 4**power <= spec.steps // SHORTEST_PIECE]
         ways += [WHOLE | {"segments": count, "recompute": False} for count in chunks]
-        windows = [2**power for power in range(5, 31) if SHORTEST_WINDOW <= 2**power < spec.steps]
+        windows = [2**power for power in range(5, 31) if 2**power < spec.steps]
         ways += [WHOLE | {"window": steps} for steps in windows if "window" in space.choices.allow]
     return [way for way in ways if fixed.items() <= way.items()] or [WHOLE | fixed]
 

@@ -3,7 +3,6 @@
 optuna-dashboard can show it, and several workers and machines can share it.
 """
 
-import math
 import os
 import re
 import socket
@@ -31,9 +30,9 @@ GRACE_SECONDS = 60.0  # a trial of another machine that should have ended so man
 class TrialStore:
     """The trials of one search. `storage`: a URL that Optuna takes, or None for this process alone."""
 
-    def __init__(self, name: str, problem: Problem, storage: str | None = None) -> None:
+    def __init__(self, name: str, problem: Problem, storage: str | None = None, sampler: str = "auto") -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)  # a probe that does not fit is a trial that fails
-        self.sampler, maximize = Sampler(problem), problem.maximize
+        self.sampler, maximize = Sampler(problem, sampler), problem.maximize
         self._owner = f"{socket.gethostname()} {os.getpid()} {_start_time(os.getpid())}"
         try:
             self.study = optuna.create_study(
@@ -58,7 +57,7 @@ class TrialStore:
         """Mark the trials whose process is gone as failed, so that none stays RUNNING for ever."""
         for trial in self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
             if self._is_dead(trial):
-                self.drop(trial.number)
+                self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
 
     def _is_dead(self, trial: FrozenTrial) -> bool:
         begun = trial.datetime_start.timestamp() if trial.datetime_start else 0.0  # a trial is marked soon after that
@@ -83,17 +82,6 @@ class TrialStore:
         trial.set_user_attr("until", time.time() + seconds)
         trial.set_user_attr("role", probe.role)
 
-    def tell(self, trial: Trial, value: float) -> None:
-        """End a trial that was asked for; a value that is no number is a failure."""
-        if math.isnan(value):
-            self.study.tell(trial, state=TrialState.FAIL)
-        else:
-            self.study.tell(trial, value)
-
-    def drop(self, trial: Trial | int) -> None:
-        """Mark a trial as failed if it has not ended: its probe was interrupted."""
-        self.study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
-
     def note(self, name: str, value: Any) -> Any:
         """Store a value for later continuations of the search, and return the first one that was stored."""
         if name not in self.study.user_attrs:
@@ -107,11 +95,7 @@ def storage_in(directory: Path) -> str:
 
 
 def _masked(text: str) -> str:
-    """The text without the passwords of its URLs: messages end in logs.
-
-    >>> _masked("mysql://me:secret@db/study cannot be opened"), _masked("mysql://db/study?password=secret&x=1")
-    ('mysql://me:***@db/study cannot be opened', 'mysql://db/study?password=***&x=1')
-    """
+    """The text without the passwords of its URLs: messages end in logs."""
     text = re.sub(r"(://[^:/@\s]*:)\S+@", r"\1***@", text)
     return re.sub(r"(?i)(passw(?:or)?d=)[^&\s)]+", r"\1***", text)
 

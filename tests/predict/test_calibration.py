@@ -11,11 +11,11 @@ from search.machine import Machine
 from oomguard._estimate.breakdown import estimate_batch, estimate_step
 from oomguard._estimate.margins import bare
 from oomguard._estimate.target import CPU
-from oomguard._predict.calibration import Calibration, same_model
+from oomguard._predict.calibration import Calibration
 from oomguard._predict.fit import Data, Fit, Term
 from oomguard._probe.record import Record
-from oomguard._search.lengths import shorten
 from oomguard._spec.candidate import Candidates, make_candidate, serve
+from oomguard._spec.lengths import same_model, shorten
 from oomguard._spec.spec import Spec
 
 SPEC = Spec(cell="lstm", seq=2000, hidden=128)

@@ -86,5 +86,6 @@ def make_search(problem: Problem, storage: str | None = None, **more: Any) -> Se
     limits = Limits(**{name: more.pop(name) for name in ("max_probes", "seconds") if name in more})
     ledger: Ledger | None = more.pop("ledger", None)
     cache: Cache = more.pop("cache", Cache(None, TITLE))
-    trials = more.pop("trials", None) or TrialStore("a study", problem, storage)
+    sampler: str = more.pop("sampler", "auto")
+    trials = more.pop("trials", None) or TrialStore("a study", problem, storage, sampler)
     return Search(problem=problem, trials=trials, ledger=ledger, cache=cache, limits=limits, **more)

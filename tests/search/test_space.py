@@ -14,14 +14,10 @@ from oomguard._core.units import GIB
 from oomguard._estimate import cards
 from oomguard._estimate.target import CPU, Target, on_card
 from oomguard._search.space import (
-    ALLOWED,
     FINE,
-    MOST_ROWS,
     SHORTEST_PIECE,
     Choices,
     Space,
-    check_allow,
-    check_fixed,
     grid,
     lossy,
     make_space,
@@ -29,7 +25,7 @@ from oomguard._search.space import (
     segment_counts,
     shapes,
 )
-from oomguard._spec.candidate import Candidates, check_candidate, is_none
+from oomguard._spec.candidate import ALLOWED, Candidates, check_allow, check_candidate, check_fixed, is_none
 from oomguard._spec.spec import Spec
 
 CARD = on_card(cards.card("a100-80gb"))
@@ -225,13 +221,21 @@ def test_what_is_not_fixed_is_still_searched() -> None:
 # ladders
 
 
+def test_of_sizes_that_take_equally_many_passes_the_smallest_is_tried() -> None:
+    assert microbatches(32) == [1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 32]
+
+
+def test_segments_are_about_a_fifth_apart() -> None:
+    assert segment_counts(80) == [2, 3, 4, 5, 6, 7, 8, 10]
+
+
 @given(batch=up_to(1 << 17))
 @settings(max_examples=25)
 def test_microbatches_go_from_one_to_the_batch_and_waste_nothing(batch: int) -> None:
     sizes = microbatches(batch)
     assert (sizes[0], sizes[-1]) == (1, batch)
     assert sizes == sorted({*sizes})
-    assert len(sizes) <= MOST_ROWS + 1
+    assert len(sizes) <= 256
     assert all(size == -(-batch // -(-batch // size)) for size in sizes)
 
 
