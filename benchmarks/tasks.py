@@ -366,7 +366,7 @@ def text_task(build: Callable[[], nn.Module], words: int) -> Task:
 
 
 def tagger_task(build: Callable[[], nn.Module], loss: Callable[..., Any]) -> Task:
-    return Task(model=build, loss=loss, data=DataLoader(Sentences(400, 240, 6000, 20), 32, collate_fn=padded))
+    return Task(model=build, loss=loss, data=DataLoader(Sentences(400, 130, 6000, 20), 32, collate_fn=padded))
 
 
 def tagger_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -390,7 +390,7 @@ CASES = {
     "tagger": Case(lambda: tagger_task(Tagger, tagger_loss), 64, None),
     "crf": Case(lambda: tagger_task(Crf, crf_loss), 32, None),
     "speech": Case(
-        lambda: Task(model=Speech, loss=ctc, data=DataLoader(Utterances(200, 600), 8, collate_fn=collated_speech)),
+        lambda: Task(model=Speech, loss=ctc, data=DataLoader(Utterances(200, 500), 8, collate_fn=collated_speech)),
         8, None),
     "separation": Case(
         lambda: Task(model=Separation, loss=separation_loss,

@@ -80,8 +80,8 @@ def show_estimate(spec: Spec, estimate: Estimate, limit: str, advice: list[str],
 def show_task_estimate(name: str, estimate: Estimate, limit: str, console: "Console") -> None:
     """Print the estimate of a task: as that of a spec, with the parts of the model at the peak."""
     assert isinstance(estimate.candidate, Candidate)
-    say, steps = printer(console), f", T = {estimate.steps:,}" if estimate.steps else ""
-    say(f"{name}{steps} on {estimate.device}", "bold")
+    say = printer(console)
+    say(f"{name} on {estimate.device}", "bold")
     say(sentence(candidate_words(msgspec.structs.replace(estimate.candidate, engine=estimate.engine))))
     say("")
     _show_fit(estimate, console)

@@ -140,9 +140,11 @@ def _axes(path: Path, one: Any, two: Any, three: Any) -> Iterator[tuple[Path, Ax
         dimensions = [i for i, (a, b) in enumerate(zip(two.shape, three.shape, strict=False)) if a != b]
         if dimensions or two.ndim != three.ndim:
             yield path, _axis_of(dimensions, two, three)
+        elif one is not None and not np.array_equal(two, three):  # such as the number of all tokens
+            yield path, Axis("unknown")
     elif isinstance(two, list | tuple) and len(two) != len(three):
         yield path, Axis("list" if (len(two), len(three)) == (2, 3) else "unknown")
-    elif isinstance(two, int) and two != three:
+    elif isinstance(two, int | float) and two != three:
         yield path, Axis("count" if (two, three) == (2, 3) else "unknown")
     else:
         once, wide = children(one), children(three)
@@ -179,7 +181,7 @@ def split(batch: Any, layout: Layout, rows: int) -> list[Any]:
     """Split a batch into microbatches of at most so many rows. Raise if a part cannot be split."""
     for path, axis in layout.items():
         if axis.kind == "unknown":
-            raise _unsplittable(path, "its size is no multiple of the rows, or their order is not known")
+            raise _unsplittable(path, "it depends on the number of rows, and it is not known how")
     total = count_rows(batch, layout)
     return [_cut(batch, batch, layout, (), start, min(start + rows, total), total) for start in range(0, total, rows)]
 
@@ -257,7 +259,7 @@ class Samples:
         """The samples that were looked at, in words."""
         looked = f"{self.seen:,} of {self.total:,} samples" if self.seen < self.total else f"all {self.total:,} samples"
         if not self.longest:
-            return f"All batches are equally long, by {looked}."
+            return f"Samples are equally long, by {looked}."
         return f"The longest of {looked} has {self.longest:,} steps."
 
     def nearest(self, rows: int, steps: int | None) -> list[int]:
@@ -325,9 +327,11 @@ class Batches:
         """A batch of so many rows: of samples close to a length, or the worst batch, of the longest samples."""
         if self.samples is not None:
             if steps is not None and steps > self.samples.longest:
-                advice = "Leave steps out, or give batch=, a function of rows and time steps."
-                raise MisuseError(rule="Batches consist of the samples of data", got=f"steps is {steps:,}. "
-                                  + self.samples.words.rstrip("."), advice=advice)  # fmt: skip
+                raise MisuseError(
+                    rule="Batches consist of the samples of data",
+                    got=f"steps is {steps:,}. {self.samples.words.rstrip('.')}",
+                    advice="Leave steps out, or give batch=, a function of rows and time steps.",
+                )
             return self.samples.make(self.samples.nearest(rows, steps))
         assert self.task.batch is not None
         if steps is None:
@@ -353,11 +357,8 @@ class Batches:
     def layout(self) -> Layout:
         """Where a batch holds its rows."""
         if self.samples is None:
-            one = None
-            two, three = (self.make(rows, TINY_STEPS) for rows in (2, 3))
-            return find_layout(one, two, three, longer=self.make(2, TINY_STEPS + 8))
-        make, short = self.samples.make, self.samples.nearest(1, 0)
-        long = self.samples.nearest(1, None)
+            return find_layout(None, *(self.make(rows, TINY_STEPS) for rows in (2, 3)))
+        make, short, long = self.samples.make, self.samples.nearest(1, 0), self.samples.nearest(1, None)
         return find_layout(make(short), make(short * 2), make(short * 3), make(short + long), make(long * 2))
 
     def split(self, batch: Any, microbatch: int, steps: int | None = None) -> list[Any]:

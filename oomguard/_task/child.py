@@ -151,7 +151,11 @@ def _run(task: Task, model: torch.nn.Module, batch: Any, question: Question, *, 
 
 
 def _fitted(task: Task, batches: Batches, question: Question, rows: int, why: str) -> Trace:
-    """Extrapolate from tiny real passes: each moment by rows, length and their product. One pass checks the others."""
+    """Extrapolate from tiny real passes: each moment by rows, length and their product. One pass checks the others.
+
+    They are counted as in glibc's own heap, where no block is so large that it gets pages of its own.
+    """
+    question = replace(question, heap="system")
     whole = batches.make(rows, question.steps)
     points, traces = list[tuple[int, int]](), list[Trace]()
     for count, factor in POINTS:

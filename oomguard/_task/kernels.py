@@ -1,13 +1,14 @@
 """Stand-ins for recurrent calls: they allocate what the kernel would, by its footprint, and compute nothing."""
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from oomguard._estimate.call import Call, Footprint
+from oomguard._estimate.call import Call, Count, Footprint, maximum
 from oomguard._estimate.engines import cudnn, native, onednn
 from oomguard._estimate.target import Target
 from oomguard._task.live import Live
@@ -64,62 +65,66 @@ class Kernels(TorchFunctionMode):
     def _call(self, call: Sequence) -> tuple[Tensor, ...]:
         self.cells.add(call.cell)
         self.steps = max(self.steps, call.steps)
-        x, each = call.inputs, len(call.weights) // call.layers
-        ends: list[tuple[Tensor, ...]] = []
-        together = self.target.cuda and (not call.dropout or call.sizes is not None or self.segments == 1)
+        pieces = min(self.segments, call.steps) if torch.is_grad_enabled() else 1
+        # cuDNN runs all layers in one call; segments go through all layers of one direction together
+        blocks = 1 if (self.target.cuda and pieces == 1) or (pieces > 1 and call.directions == 1) else call.layers
+        x, ends = call.inputs, list[tuple[Tensor, ...]]()
         if call.batch_first and not self.target.cuda and x.shape[1] > 1:
             x = x.contiguous()
-        for layer in range(1 if together else call.layers):
-            weights = call.weights if together else call.weights[layer * each : (layer + 1) * each]
-            states = call.states if together else tuple(
-                one[layer * call.directions : (layer + 1) * call.directions] for one in call.states
-            )  # fmt: skip
-            x, *end = self._layer(call, x, states, weights, call.layers if together else 1)
-            ends.append(tuple(end))
-            if call.dropout and not together and layer < call.layers - 1:
+        each, slots = len(call.weights) // blocks, len(call.states[0]) // blocks
+        for block in range(blocks):
+            if block and call.dropout:
                 x = torch.nn.functional.dropout(x, call.dropout)
+            states = tuple(one[block * slots : (block + 1) * slots] for one in call.states)
+            weights = call.weights[block * each : (block + 1) * each]
+            own = sum(one.numel() * one.element_size() for one in weights)
+            footprint = self._footprint(call, x, call.layers // blocks, pieces, own)
+            output = (*x.shape[:-1], states[0].shape[-1] * call.directions)
+            apply: Any = _Kernel.apply
+            x, *end = apply(self.live, footprint, output, len(states), x, *states, *weights)
+            ends.append(tuple(end))
         final = [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*ends, strict=True)]
         return x.transpose(0, 1) if call.batch_first else x, *final
 
-    def _layer(
-        self, call: Sequence, x: Tensor, states: tuple[Tensor, ...], weights: list[Tensor], layers: int
-    ) -> tuple[Tensor, ...]:
-        pieces = min(self.segments, call.steps) if torch.is_grad_enabled() else 1
-        found = self._call_of(call, x, states, layers, pieces)
-        engine, footprint = self._footprint(found, call)
-        if pieces > 1:
-            footprint = _in_segments(footprint, found, pieces)
-        self.engines[engine] = self.engines.get(engine, 0) + int(footprint.kept) + int(footprint.heap)
-        output = (*x.shape[:-1], found.output * call.directions)
-        return _Kernel.apply(self.live, footprint, output, len(states), x, *states, *weights)  # type: ignore[no-any-return,no-untyped-call]
-
-    def _call_of(self, call: Sequence, x: Tensor, states: tuple[Tensor, ...], layers: int, pieces: int) -> Call:
-        hidden, output = states[-1].shape[-1], states[0].shape[-1]
-        return Call(
-            cell=call.cell,
-            steps=-(-call.steps // pieces),
-            rows=states[0].shape[1],
-            tokens=-(-call.tokens // pieces),
+    def _footprint(self, sequence: Sequence, x: Tensor, layers: int, pieces: int, weights_bytes: int) -> Footprint:
+        """The footprint of a block of layers, whole or in segments."""
+        hidden, output = sequence.states[-1].shape[-1], sequence.states[0].shape[-1]
+        call = Call(
+            cell=sequence.cell,
+            steps=-(-sequence.steps // pieces),
+            rows=sequence.states[0].shape[1],
+            tokens=-(-sequence.tokens // pieces),
             inputs=x.shape[-1],
             hidden=hidden,
             projection=output if output != hidden else None,
-            layers=layers,
-            directions=call.directions if pieces == 1 else 1,
+            layers=layers if self.target.cuda else 1,
+            directions=sequence.directions if pieces == 1 else 1,
             element_bytes=x.element_size(),
-            packed=call.sizes is not None,
+            packed=sequence.sizes is not None and (self.target.cuda or pieces == 1),  # segments of the CPU are dense
             input_gradient=x.requires_grad,
         )
+        calls = [call, *[replace(call, inputs=output, input_gradient=True)] * (layers - call.layers)]
+        footprints = [self._by_engine(one, sequence) for one in calls]
+        if pieces == 1:
+            return footprints[0]
+        masks = sequence.tokens * output * (layers - 1) if sequence.dropout else 0
+        new = weights_bytes // sequence.directions
+        gradients = weights_bytes + new + maximum(*(one.weight_gradients for one in footprints)) - new // layers
+        return _in_segments(footprints, call, pieces, (pieces - 1) * layers, masks, gradients)
 
-    def _footprint(self, call: Call, sequence: Sequence) -> tuple[str, Footprint]:
-        """The engine that PyTorch takes, and the footprint of the call."""
-        if self.target.cuda:
-            half = sequence.inputs.dtype == torch.float16
-            return "cudnn", cudnn.footprint(call, self.target, half=half, batch_first=sequence.batch_first)
-        even = sequence.sizes is None or int(sequence.sizes[0]) == int(sequence.sizes[-1])
+    def _by_engine(self, call: Call, sequence: Sequence) -> Footprint:
+        """The footprint of a call by the engine that PyTorch takes."""
+        even = not call.packed or sequence.sizes is None or int(sequence.sizes[0]) == int(sequence.sizes[-1])
         fast = call.cell == "lstm" and call.projection is None and even and sequence.inputs.dtype == torch.float32
-        if fast and torch._C._get_mkldnn_enabled():
-            return "onednn", onednn.footprint(call, heap=self.live.heap)
-        return "native", native.footprint(call, heap=self.live.heap)
+        if self.target.cuda:
+            engine, half = "cudnn", sequence.inputs.dtype == torch.float16
+            found = cudnn.footprint(call, self.target, half=half, batch_first=sequence.batch_first)
+        elif fast and torch._C._get_mkldnn_enabled():
+            engine, found = "onednn", onednn.footprint(call, heap=self.live.heap)
+        else:
+            engine, found = "native", native.footprint(call, heap=self.live.heap)
+        self.engines[engine] = self.engines.get(engine, 0) + int(found.kept) + int(found.heap)
+        return found
 
     def _pack(self, x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
         rows = lengths.tolist()
@@ -166,18 +171,22 @@ def read_call(cell: str, args: Any) -> Sequence:
     )
 
 
-def _in_segments(footprint: Footprint, call: Call, pieces: int) -> Footprint:
-    """A layer in segments keeps the states at the borders; backward runs one segment again and differentiates it."""
+def _in_segments(
+    footprints: list[Footprint], call: Call, pieces: int, borders: int, masks: int, gradients: Count
+) -> Footprint:
+    """Layers in segments keep states at the borders and dropout masks; backward runs a segment again and differentiates
+    it. The gradients of its weights come beside those of the segments before it."""
     states = call.output + (call.hidden if call.cell == "lstm" else 0)
     element: Any = call.element_bytes
-    output, entry = element * call.tokens * call.output, element * call.tokens * call.inputs
+    output, entry = (element * call.tokens * width for width in (call.output, call.inputs * pieces))
+    kept: Any = sum(one.kept + one.heap for one in footprints)
     return Footprint(
-        kept=(pieces - 1) * element * call.rows * states,
+        kept=borders * element * call.rows * states + masks,
         keeps_output=False,
-        forward=footprint.inference + output,
-        backward=footprint.kept + footprint.heap + footprint.backward + output + pieces * entry,
-        weight_gradients=2 * footprint.weight_gradients,
-        inference=footprint.inference,
+        forward=maximum(*(one.inference for one in footprints)) + output,
+        backward=kept + maximum(*(one.backward for one in footprints)) + output + entry,
+        weight_gradients=gradients,
+        inference=footprints[0].inference,
     )
 
 

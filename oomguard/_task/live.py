@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from oomguard._estimate.malloc import block_bytes, in_heap, mapped_bytes
 
-OBJECT_BYTES = 400  # bytes of the C++ objects of a tensor and its storage (350 to 450, engines/native.py)
 REAL_NUMBERS = 1 << 20  # whole numbers in a tensor up to which it stays real, so that code may look into it
 REAL_FRACTIONS = 1 << 12  # the same for other numbers, such as relative lengths
 _FALSE = ("isnan", "isinf", "any", "ne", "bitwise_not", "logical_not")
@@ -24,7 +23,6 @@ _WHOLE = (torch.int64, torch.int32, torch.bool)
 _aten = torch.ops.aten
 _COUNTING = (_aten.arange, _aten.randint, _aten.randperm)
 
-OUTSIDE = ("loss", "model")  # parts that are no layers: the loss function, and the forward of the model itself
 Label = tuple[str, str]  # the term that bytes count to, and the part of the model
 Moment = tuple[str, str]  # the phase of the step (forward, backward, optimizer), and the part that runs
 
@@ -32,7 +30,8 @@ Moment = tuple[str, str]  # the phase of the step (forward, backward, optimizer)
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts live storages by term and part. The peak and its terms are kept for every moment of a step.
 
-    On the CPU, small blocks live in the C heap. What that once held stays resident, so its largest size counts.
+    On the CPU, small blocks live in the C heap. What that once held stays resident, so its largest size counts. Without
+    fixed thresholds (`system`) all blocks count as they are.
     """
 
     def __init__(self, heap: str) -> None:
@@ -63,12 +62,13 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if storage._cdata in self.blocks or tensor.layout is not torch.strided:
             return
         size, label = int(storage.nbytes()), (self.term, self.part)
-        if self.part in OUTSIDE and self.term == "activations" and tensor.shape[-1:] == (self.logits[1],):
+        if self.part == "loss" and self.term == "activations" and tensor.shape[-1:] == (self.logits[1],):
             label = "logits", self.logits[0]
-        small = self.heap != "cuda" and (self.small or bool(in_heap(size, self.heap)))
+        fixed = self.heap not in ("cuda", "system")  # whether thresholds tell small blocks from large ones
+        small = fixed and (self.small or bool(in_heap(size, self.heap)))
         if self.heap == "cuda":
             size = int(block_bytes(size))
-        elif not small:
+        elif fixed and not small:
             size = int(mapped_bytes(size))
         self.blocks[storage._cdata] = label, size, small
         weakref.finalize(storage, self._free, storage._cdata)

@@ -111,6 +111,7 @@ def trace(
         _count(live, model, batch)
         if training:
             optimizer = make_optimizer(task, model)
+            _label_state(optimizer, live)
             if target.cuda:
                 _take_foreach(optimizer)
             for _ in range(2):
@@ -158,9 +159,13 @@ def _step(task: Task, model: nn.Module, batch: Any, optimizer: Any, live: Live, 
     live.begin("optimizer")
     live.part = "optimizer"
     optimizer.step()
+    _label_state(optimizer, live)
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _label_state(optimizer: torch.optim.Optimizer, live: Live) -> None:
     for state in optimizer.state.values():
         mapped(lambda one: live.label(one, "optimizer"), state)
-    optimizer.zero_grad(set_to_none=True)
 
 
 def _graph(loss: Tensor, live: Live) -> Tensor | None:

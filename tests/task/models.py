@@ -38,7 +38,7 @@ class Padded(NamedTuple):
 
 
 def padded(samples: list[tuple[Tensor, Tensor]]) -> Padded:
-    inputs, targets = zip(*samples, strict=True)
+    inputs, targets = [one[0] for one in samples], [one[1] for one in samples]
     lengths = torch.tensor([len(one) for one in inputs])
     return Padded(pad_sequence(inputs, batch_first=True), pad_sequence(targets, True, -100), lengths)
 
@@ -85,7 +85,7 @@ class Tagger(nn.Module):
         self.encoder = nn.LSTM(3, 5, bidirectional=True, batch_first=True)
         self.head = nn.Linear(10, WORDS)
 
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+    def forward(self, x: Tensor, lengths: Tensor) -> Any:
         packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
         y, _ = pad_packed_sequence(self.encoder(packed)[0], batch_first=True, total_length=x.shape[1])
         return self.head(y)
@@ -104,7 +104,7 @@ def plain_sum(model: nn.Module, batch: Padded) -> Tensor:
     return token_sum(model, batch)[0]
 
 
-def contrast(model: nn.Module, batch: Padded) -> Tensor:
+def contrast(model: nn.Module, batch: Padded) -> Any:
     scores = model(batch.inputs, batch.lengths).mean((1, 2))
     return ((scores - scores.mean()) / (scores.std() + 1)).pow(4).mean()
 
@@ -124,7 +124,7 @@ class Speech(nn.Module):
         self.rnn = nn.LSTM(4, 5, bidirectional=True)
         self.head = nn.Linear(10, WORDS)
 
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+    def forward(self, x: Tensor, lengths: Tensor) -> Any:
         y = F.relu(self.conv(x.permute(1, 2, 0))).permute(2, 0, 1)
         y = pad_packed_sequence(self.rnn(pack_padded_sequence(y, lengths, enforce_sorted=False))[0])[0]
         return self.head(y).log_softmax(2)
@@ -159,7 +159,7 @@ class Translator(nn.Module):
         self.cell = nn.GRUCell(12, 6)
         self.head = nn.Linear(6, WORDS)
 
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+    def forward(self, source: Tensor, target: Tensor) -> Any:
         memory, state = self.encoder(self.words(source))
         h, word, steps = state[0], self.words(target[:, 0]), []
         for step in range(target.shape[1]):
@@ -190,14 +190,14 @@ class Forecast(nn.Module):
         self.rnn = nn.GRU(2, 6, batch_first=True)
         self.head = nn.Linear(6, 2)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> Any:
         mean, scale = self.head(self.rnn(x)[0]).unbind(2)
         return mean, F.softplus(scale) + 1e-3
 
 
-def likelihood(model: nn.Module, series: Tensor) -> Tensor:
+def likelihood(model: nn.Module, series: Tensor) -> Any:
     mean, scale = model(series[:, :-1])
-    return -torch.distributions.Normal(mean, scale).log_prob(series[:, 1:, 0]).mean()
+    return (0.5 * ((series[:, 1:, 0] - mean) / scale).square() + scale.log()).mean()
 
 
 forecast = Task(model=Forecast, loss=likelihood, batch=lambda rows, steps: torch.randn(rows, steps + 1, 2))
@@ -210,7 +210,7 @@ class Normed(nn.Module):
         super().__init__()
         self.rnn, self.norm, self.head = nn.LSTM(3, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.head(self.norm(self.rnn(x)[0].flatten(0, 1)))
 
 
@@ -220,15 +220,16 @@ class WeightDrop(nn.Module):
         self.rnn, self.head = nn.LSTM(3, 6), nn.Linear(6, 1)
         raw = self.rnn.weight_hh_l0
         del self.rnn._parameters["weight_hh_l0"]
+        assert isinstance(raw, Tensor)
         self.raw = nn.Parameter(raw.data)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         self.rnn.weight_hh_l0 = F.dropout(self.raw, 0.5, self.training)
         self.rnn._flat_weights = [getattr(self.rnn, name) for name in self.rnn._flat_weights_names]
         return self.head(self.rnn(x)[0])
 
 
-def squares(model: nn.Module, batch: Tensor) -> Tensor:
+def squares(model: nn.Module, batch: Tensor) -> Any:
     return model(batch).square().mean()
 
 

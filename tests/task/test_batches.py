@@ -173,3 +173,14 @@ def test_a_collate_function_that_fails_is_named_with_its_line() -> None:
 
     with pytest.raises(MisuseError, match=r"collate 3 samples, but .*test_batches\.py:\d+ raised ValueError: three"):
         _ = Batches(task_of(picky)).layout
+
+
+def test_a_number_of_all_tokens_cannot_be_split_and_is_collated_again() -> None:
+    def counted(samples: Samples) -> Any:
+        return padded(samples), torch.tensor(sum(len(one[0]) for one in samples))
+
+    batches = Batches(task_of(counted))
+    whole = batches.make(4)
+    with pytest.raises(MisuseError, match=r"batch\[1\] cannot be split"):
+        split(whole, batches.layout, 2)
+    assert [int(piece[1]) for piece in batches.split(whole, 2)] == [16, 14]

@@ -15,7 +15,8 @@ from oomguard._task.task import packed, resolve
 
 
 def make(**changes: Any) -> Task:
-    return Task(**{"model": torch.nn.Identity, "loss": squares, "batch": waves} | changes)
+    usual: dict[str, Any] = {"model": torch.nn.Identity, "loss": squares, "batch": waves}
+    return Task(**usual | changes)
 
 
 class Stream(IterableDataset[int]):
