@@ -46,7 +46,7 @@ def test_the_largest_batch_is_found_in_three_probes_without_running_out(name: st
 
 def test_a_batch_that_does_not_fit_is_kept_and_run_in_microbatches(kept: TaskPlan) -> None:
     assert kept.batch == 300
-    assert 1 < kept.candidate.accumulation
+    assert kept.candidate.accumulation > 1
     assert kept.candidate.microbatch * kept.candidate.accumulation >= 300
     assert kept.plain_bytes > kept.budget_bytes >= kept.peak_bytes
     assert (kept.candidate.segments, kept.lossy, kept.ooms) == (1, {}, 0)
@@ -131,7 +131,7 @@ def test_a_stepper_runs_the_microbatches_of_the_plan_with_the_gradient_of_the_wh
     torch.manual_seed(0)
     model, batch, sizes = sized.Regression(), sized.waves(300, 60), list[int]()
 
-    def loss(model: torch.nn.Module, piece: torch.Tensor) -> torch.Tensor:
+    def loss(model: torch.nn.Module, piece: torch.Tensor) -> Any:
         sizes.append(len(piece))
         return sized.squares(model, piece)
 
@@ -139,7 +139,7 @@ def test_a_stepper_runs_the_microbatches_of_the_plan_with_the_gradient_of_the_wh
         mean = step(batch)
     found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
     model.zero_grad()
-    sized.squares(model, batch).backward()  # type: ignore[no-untyped-call]
+    sized.squares(model, batch).backward()
     assert max(sizes) == kept.candidate.microbatch
     assert len(sizes) == kept.candidate.accumulation
     assert torch.allclose(mean, sized.squares(model, batch), rtol=1e-4)
@@ -169,7 +169,9 @@ def run(*words: str) -> "subprocess.CompletedProcess[str]":
 
 def test_the_command_line_plans_probes_and_shows_a_task(folder: Path) -> None:
     budget = f"{(sized.runtime_bytes() + 40 * MIB) // MIB}MiB"
-    done = run("plan", "--model", "own:regression", "--seq", "60", "--batch", "64", "--budget", budget, "--threads", "1")
+    done = run(
+        "plan", "--model", "own:regression", "--seq", "60", "--batch", "64", "--budget", budget, "--threads", "1"
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Plan for own:regression, T = 60, batch 64 on cpu")
     shown = run("show", "plan.json")
