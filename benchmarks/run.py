@@ -36,6 +36,7 @@ SMALLER: dict[str, tuple[str, ...]] = {
     "recovers_without_loss": ("5",),
     "search_needs_few_probes": ("1",),
     "segments_cost_little": ("1", "--cases", "3"),
+    "task_batches_are_found": ("2",),
     "task_estimates_track_peaks": ("word model", "speech", "forecast", "attention"),
     "training_costs_nothing": ("2",),
 }

@@ -13,7 +13,7 @@ ORDER = [
     *("_data", "_guard", "_train", "_report", "_api", "_cli"),
 ]
 """Packages and modules of oomguard in import order; inside a package, modules may import one another."""
-NOTEBOOK_DISPLAY = {("_plan/value.py", "_report")}
+NOTEBOOK_DISPLAY = {("_plan/value.py", "_report"), ("_plan/task_value.py", "_report")}
 """Imports against the order: a notebook asks a plan itself for its HTML, which `_report` makes."""
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 each_file = pytest.mark.parametrize(

@@ -83,6 +83,8 @@ class Curve:
     batch: int = 0  # rows that wait or run
     ratio: float = 1.0  # measured growth over traced growth
     runtime_bytes: int | None = None  # as a probe has measured it
+    measured: tuple[int, int, int] | None = None
+    """Rows and growth of a probe on this curve, and the part of that growth that does not depend on the rows."""
 
     def peak_bytes(self, rows: int) -> int:
         """The predicted peak."""
@@ -92,8 +94,11 @@ class Curve:
         share = (rows - sizes[above - 1]) / (sizes[above] - sizes[above - 1])
         both = low.moments.keys() & high.moments.keys()
         traced = max(int(low.moments[one] + share * (high.moments[one] - low.moments[one])) for one in both)
-        growth = traced - int(low.terms["runtime"]) + self.waiting_bytes * max(0, self.batch - rows)
-        return int(self._runtime + self.ratio * growth)
+        growth = self.ratio * (traced - int(low.terms["runtime"]) + self.waiting_bytes * max(0, self.batch - rows))
+        if self.measured is not None:  # traces may count too much that does not depend on the rows
+            known_rows, known, fixed = self.measured
+            growth = max(growth, fixed + (known - fixed) * rows / known_rows)
+        return int(self._runtime + growth)
 
     @property
     def _runtime(self) -> int:
@@ -122,16 +127,18 @@ class Curve:
         return Prediction(peak_bytes=peak_bytes, margin_bytes=margin_bytes, seconds_per_step=None)
 
     def corrected_by(self, other: "Curve") -> "Curve":
-        """The curve with the correction of another one."""
+        """The curve with the ratio of another one."""
         return replace(self, ratio=other.ratio, runtime_bytes=other.runtime_bytes)
 
     def corrected(self, record: TaskRecord) -> "Curve":
         """The curve through the measured peak of a record."""
         assert record.peak_bytes is not None
         assert record.runtime_bytes is not None
-        plain = replace(self, ratio=1.0, runtime_bytes=record.runtime_bytes)
-        growth = plain.peak_bytes(record.candidate.microbatch) - record.runtime_bytes
-        return replace(plain, ratio=(record.peak_bytes - record.runtime_bytes) / max(1, growth))
+        rows, growth = record.candidate.microbatch, record.peak_bytes - record.runtime_bytes
+        plain = replace(self, ratio=1.0, runtime_bytes=record.runtime_bytes, measured=None)
+        ratio = growth / max(1, plain.peak_bytes(rows) - record.runtime_bytes)
+        fixed = sum((record.terms or {}).get(term, 0) for term in ("weights", "gradients", "optimizer"))
+        return replace(plain, ratio=ratio, measured=(rows, growth, min(fixed, growth)))
 
 
 class Choice(NamedTuple):
@@ -195,12 +202,14 @@ class _Search:
     def _next(self, last: Choice, record: TaskRecord, best: tuple[Choice, TaskRecord] | None) -> Choice | None:
         """The next probe, if one is needed or worth it."""
         if not record.verdict.ran:
-            rows = last.rows // 2 if best is None else (last.rows + best[0].rows) // 2
+            rows = last.rows // 2 if best is None else (2 * last.rows + best[0].rows) // 3
             return last._replace(rows=rows) if rows > (0 if best is None else best[0].rows) else None
         late = len(self.records) > 1 and time.monotonic() - self.began > self.question.seconds
         if late or not all(one.verdict.ran for one in self.records):
             return None
-        self.curves = {key: curve.corrected_by(last.curve.corrected(record)) for key, curve in self.curves.items()}
+        measured = self.curves[last.segments, last.accumulates].corrected(record)
+        self.curves = {key: curve.corrected_by(measured) for key, curve in self.curves.items()}
+        self.curves[last.segments, last.accumulates] = measured
         choice = self._pick(MARGIN if len(self.records) == 1 else SMALL_MARGIN)
         if choice is None or (choice.segments, choice.accumulates) == (last.segments, last.accumulates):
             return choice if choice is not None and choice.rows >= WORTH * last.rows else None

@@ -32,7 +32,15 @@ class TaskRung(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class TaskPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to run a task: `oomguard.find_feasible_config(task)` makes it, `oomguard.stepper` runs it."""
+    """How to run a task: `oomguard.find_feasible_config(task)` makes it, `oomguard.stepper` runs it.
+
+    >>> import oomguard, torch
+    >>> task = oomguard.Task(model=lambda: torch.nn.GRU(3, 4), loss=lambda model, batch: model(batch)[0].mean(),
+    ...                      batch=lambda rows, steps: torch.randn(steps, rows, 3))
+    >>> plan = oomguard.find_feasible_config(task, steps=5, batch=4, device="t4")
+    >>> plan.batch, plan.candidate.accumulation, plan.record
+    (4, 1, None)
+    """
 
     version: Literal[1] = 1
     """The version of this format."""

@@ -180,7 +180,15 @@ class Record(Probed, frozen=True, kw_only=True):
 
 
 class TaskRecord(Probed, frozen=True, kw_only=True):
-    """The result of a probe of a task."""
+    """The result of a probe of a task.
+
+    >>> import oomguard, torch
+    >>> task = oomguard.Task(model=lambda: torch.nn.GRU(3, 4), loss=lambda model, batch: model(batch)[0].mean(),
+    ...                      batch=lambda rows, steps: torch.randn(steps, rows, 3))
+    >>> record = oomguard.probe(task, microbatch=2, steps=5, threads=1)
+    >>> record.verdict.name, record.batch, record.seq
+    ('FITS', 2, 5)
+    """
 
     task: str
     """The name of the task."""

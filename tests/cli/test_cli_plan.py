@@ -25,7 +25,7 @@ from oomguard._cli.app import run
 from oomguard._cli.flags import FIXED, SEARCH
 from oomguard._core.units import GIB, MIB
 from oomguard._plan.find import AIMS
-from oomguard._plan.store import decode_plan
+from oomguard._plan.store import decode_plan, load_spec_plan
 from oomguard._report.plan import explain
 from oomguard._report.progress import Lines, progress_lines
 from oomguard._report.tables import Section, Table, printer, show_sections, show_table
@@ -59,7 +59,7 @@ def test_a_search_ends_with_0_and_prints_what_it_wrote(searched: Any) -> None:
     path, done = searched
     assert done.returncode == 0
     assert done.stdout == path.read_bytes()
-    assert oomguard.load_plan(path).confirmed
+    assert load_spec_plan(path).confirmed
 
 
 def test_a_search_is_quiet_when_it_is_piped(searched: Any) -> None:
@@ -90,14 +90,14 @@ def test_a_plan_for_a_card_is_made_by_arithmetic(
     assert "(by arithmetic alone)" in out
     assert out.endswith("Written to plan.json. Everything about it: oomguard show plan.json\n")
     assert err == ""
-    assert oomguard.load_plan("plan.json") == reckoned()
+    assert load_spec_plan("plan.json") == reckoned()
 
 
 def test_a_knob_that_is_given_is_fixed(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     knobs = "--microbatch 4 --segments 50 --recompute --no-offload --update fused --allow window,precision"
     assert run([*CARD.split(), *knobs.split(), "--output", str(path)]) == 0
-    candidate = oomguard.load_plan(path).candidate
+    candidate = load_spec_plan(path).candidate
     assert (candidate.microbatch, candidate.segments, candidate.recompute, candidate.update) == (4, 50, True, "fused")
 
 
@@ -163,7 +163,7 @@ def test_lengths_are_read_from_a_file(name: str, tmp_path: Path) -> None:
     source, path = tmp_path / name, tmp_path / "p.json"
     source.write_text("100:5000\n2000:40\n")
     assert run(f"plan --model gru --lengths {source} --device t4 --output {path}".split()) == 0
-    assert oomguard.load_plan(path).spec.lengths == {100: 5000, 2000: 40}
+    assert load_spec_plan(path).spec.lengths == {100: 5000, 2000: 40}
 
 
 SALES = "shop,price,open,sold\n" + "a,1,1,5\n" * 3 + "b,2,0,4\n" * 7 + "c,2,1,4\n" * 3
@@ -175,7 +175,7 @@ def test_lengths_are_those_of_the_data_as_train_would_cut_it(tmp_path: Path) -> 
     source, path = tmp_path / "sales.csv", tmp_path / "p.json"
     source.write_text(SALES)
     assert run(f"plan {OF_SALES} --data {source} --device t4 --output {path}".split()) == 0
-    spec = oomguard.load_plan(path).spec
+    spec = load_spec_plan(path).spec
     assert (spec.steps, spec.lengths) == (7, {3: 2, 7: 1})
     plan = oomguard.find_feasible_config(
         cell="gru", features=2, data=str(source), id="shop", target=("sold",), device="t4"
@@ -196,7 +196,7 @@ def test_a_length_that_is_given_cuts_the_data(words: str, lengths: dict[int, int
     source, path = tmp_path / "sales.csv", tmp_path / "p.json"
     source.write_text(SALES)
     assert run(f"plan {words} --data {source} --device t4 --output {path}".split()) == 0
-    assert oomguard.load_plan(path).spec.lengths == lengths
+    assert load_spec_plan(path).spec.lengths == lengths
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ def test_ctrl_c_ends_the_search_with_the_best_plan_known(tmp_path: Path) -> None
     code, out, _ = on_terminal(line, until="T = ")
     assert code == 0
     assert "search was interrupted, and this is the best plan known" in " ".join(out.split())
-    assert oomguard.load_plan(path).ended == "interrupted"
+    assert load_spec_plan(path).ended == "interrupted"
 
 
 def screen(plan: oomguard.Plan, width: int = 80, encoding: str = "utf-8") -> str:

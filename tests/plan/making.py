@@ -17,7 +17,8 @@ CARD = "a100-80gb"
 def reckoned(**asked: Any) -> Plan:
     """By arithmetic alone, with the gradient of plain PyTorch."""
     usual: dict[str, Any] = {"cell": "lstm", "seq": 10_000, "device": CARD, "allow": "none"}
-    return oomguard.find_feasible_config(**usual | asked)
+    plan: Plan = oomguard.find_feasible_config(**usual | asked)
+    return plan
 
 
 def record(plan: Plan, **changes: Any) -> Record:

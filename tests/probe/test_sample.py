@@ -121,7 +121,7 @@ def test_weights_that_share_a_storage_count_once() -> None:
     spec = Spec(cell="gru", seq=5, vocab=10, hidden=4, layers=1, batch=2, tied=True)
     sampled = meter(spec)
     whole = torch.zeros(100)
-    assert sampled._bytes([whole[:50], whole[50:], whole]) == 400
+    assert sampled.bytes_of([whole[:50], whole[50:], whole]) == 400
 
 
 def test_a_request_gives_the_same_weights_each_time() -> None:

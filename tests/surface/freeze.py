@@ -399,6 +399,7 @@ def names(home: Path) -> dict[str, Any]:
     import oomguard
 
     plan = oomguard.load_plan(adopt(HERE / PLANS[0], home / "named.json"))
+    assert isinstance(plan, oomguard.Plan)
     progress, result = small_training(home)
     with oomguard.guard(plan, device="cpu") as guard:
         returned = {

@@ -1,6 +1,7 @@
 """Tasks that need tens of MiB, so that budgets limit them, and take a fraction of a second per step."""
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ class Words(nn.Module):
         super().__init__()
         self.embedding, self.rnn, self.head = nn.Embedding(WORDS, 16), nn.GRU(16, 24), nn.Linear(24, WORDS)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.head(self.rnn(self.embedding(x))[0])
 
 
@@ -47,11 +48,11 @@ class Regression(nn.Module):
         super().__init__()
         self.rnn, self.head = nn.LSTM(4, 48, batch_first=True), nn.Linear(48, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.head(self.rnn(x)[0][:, -1])
 
 
-def squares(model: nn.Module, batch: Tensor) -> Tensor:
+def squares(model: nn.Module, batch: Tensor) -> Any:
     return model(batch).square().mean()
 
 
@@ -74,7 +75,7 @@ class Sentences(Dataset[tuple[Tensor, Tensor]]):
 
 
 def padded(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    inputs, tags = zip(*samples, strict=True)
+    inputs, tags = ([*parts] for parts in zip(*samples, strict=True))
     lengths = torch.tensor([len(one) for one in inputs])
     return {"x": pad_sequence(inputs), "tags": pad_sequence(tags, padding_value=-100), "lengths": lengths}
 
@@ -85,7 +86,7 @@ class Tagger(nn.Module):
         self.enter = nn.Linear(12, 96)
         self.rnn, self.head = nn.LSTM(96, 32, bidirectional=True), nn.Linear(64, 9)
 
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+    def forward(self, x: Tensor, lengths: Tensor) -> Any:
         packed = pack_padded_sequence(torch.relu(self.enter(x)), lengths, enforce_sorted=False)
         return self.head(pad_packed_sequence(self.rnn(packed)[0])[0])
 
@@ -122,7 +123,7 @@ class Normed(Regression):
         super().__init__()
         self.norm = nn.BatchNorm1d(4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return super().forward(self.norm(x.transpose(1, 2)).transpose(1, 2))
 
 
@@ -136,7 +137,7 @@ def wrong(model: nn.Module, batch: Tensor) -> Tensor:
 mistaken = Task(model=Regression, loss=wrong, batch=waves)
 
 
-def fails_when_large(model: nn.Module, batch: Tensor) -> Tensor:
+def fails_when_large(model: nn.Module, batch: Tensor) -> Any:
     assert len(batch) < 20, "too many"
     return squares(model, batch)
 

@@ -20,7 +20,7 @@ from oomguard._core.system import run_elsewhere
 from oomguard._estimate.cards import card
 from oomguard._estimate.target import CPU, on_card
 from oomguard._task.batches import Batches, mapped
-from oomguard._task.child import Answer, answer
+from oomguard._task.child import Answer, answers
 from oomguard._task.estimate import estimate_task
 from oomguard._task.task import packed
 from oomguard._task.trace import Trace, build, evaluate, make_optimizer, trace
@@ -195,7 +195,8 @@ def dies(model: nn.Module, batch: Tensor) -> Any:
 def answered(task: Task, rows: int | None = 2, steps: int | None = 5, **how: Any) -> Answer:
     """What the child would answer, without a child."""
     usual: dict[str, Any] = {"heap": "tight", "segments": 1, "accumulation": 1, "limit_bytes": 1 << 40}
-    return answer({"source": packed(task), "rows": rows, "steps": steps, "target": CPU} | usual | how)
+    asked: dict[str, Any] = {"source": packed(task), "rows": rows, "steps": steps, "target": CPU, "runs": [{}]}
+    return answers(asked | usual | how)[0]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def probe(task: Task | str, **how: Any) -> TaskRecord:
-    return oomguard.probe(task, **{"threads": 1, "allocator": "tight"} | how)
+    usual: dict[str, Any] = {"threads": 1, "allocator": "tight"}
+    return oomguard.probe(task, **usual | how)
 
 
 def test_a_task_is_measured_with_its_batch_and_its_parts() -> None:
