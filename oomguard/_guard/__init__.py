@@ -211,8 +211,9 @@ class Guard:
         memory, last = self._memory(), self.candidate
         if self.rung + 1 >= len(self.ladder):
             self.tell("bottom", reason, **figures, **memory)
+            of_plan = "" if self.plan is None else " of the plan"
             raise GuardError(
-                rule=f"The last rung (microbatch {last.microbatch}, {last.segments} segments) must fit",
+                rule=f"The last rung{of_plan} (microbatch {last.microbatch}, {last.segments} segments) must fit",
                 got=f"memory ran out with {format_bytes(memory['now_bytes'])} in use and a limit of "
                 f"{format_bytes(memory['free_bytes'])} ({reason})",
                 advice="Free memory and continue with --resume, or make a plan for a smaller budget.",

@@ -65,6 +65,7 @@ _OOM_TEXTS = (
     "could not create a memory",  # oneDNN
     "could not create a primitive",  # oneDNN took the descriptor, so it has the kernel (seen under an rlimit)
     "failed to map segment from shared object",  # a library that could not be loaded
+    "[errno 12] cannot allocate memory",  # a folder that could not be read while modules were imported
     "cannot map zero-fill pages",
     # the few threads of a process fail to start when there is no memory for their stacks
     "can't start new thread",
