@@ -29,6 +29,7 @@ SMALLER: dict[str, tuple[str, ...]] = {
     "estimates_track_peaks": ("--calibrated", "4"),
     "it_learns": ("30",),
     "long_sequences_fit": ("--budgets", "256MiB"),
+    "own_models_go_in_segments": ("1", "--cases", "2"),
     "plans_are_fast": ("--cases", "1", "--every", "12", "--samplers", "random"),
     "plans_do_not_run_out": ("3",),
     "probes_hurt_nobody": ("30",),

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from oomguard._probe.verdict import Verdict
     from oomguard._report.page import save_page
     from oomguard._rnn.model import Recurrent
+    from oomguard._rnn.scan import chunked_loss, scan
     from oomguard._rnn.segmented import segment, segmented, unsegment
     from oomguard._spec.candidate import Candidate, Candidates
     from oomguard._spec.spec import Spec
@@ -49,6 +50,7 @@ __all__ = [
     "TaskRecord",
     "Verdict",
     "__version__",
+    "chunked_loss",
     "curves",
     "estimate",
     "find_feasible_config",
@@ -59,6 +61,7 @@ __all__ = [
     "sampler",
     "save_page",
     "save_plan",
+    "scan",
     "segment",
     "segmented",
     "stepper",
@@ -80,6 +83,7 @@ _MODULES = {
     "_probe.verdict": "Verdict",
     "_report.page": "save_page",
     "_rnn.model": "Recurrent",
+    "_rnn.scan": "chunked_loss scan",
     "_rnn.segmented": "segment segmented unsegment",
     "_spec.candidate": "Candidate Candidates",
     "_spec.spec": "Spec",

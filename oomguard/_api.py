@@ -281,7 +281,7 @@ def _question(
     allow: str | Sequence[str],
     **more: Any,
 ) -> "Question":
-    """What a plan is asked for, by the words of the command line."""
+    """The question that the arguments of `find_feasible_config` or `sampler` describe."""
     from oomguard._plan.find import Question
 
     own, knobs = _split(fields)
@@ -313,8 +313,8 @@ def tradeoffs(
     """Compare candidates in memory and speed: a DataFrame with one row per candidate.
 
     `over` says which knobs and fields of the spec vary: `{"microbatch": range(1, 65), "seq": "1000..8000*2"}`.
-    Without it, microbatch, segments and precision vary. `measured` is a plan, a ledger or records, as such or as a
-    path: predictions are calibrated by them, and columns show what was measured. A plan also gives spec, device,
+    Without it, microbatch, segments and precision vary. `measured` is a plan, a ledger or records, or the
+    path of one: predictions are calibrated by them, and columns show what was measured. A plan also gives spec, device,
     budget and the other knobs. `total_bytes` is the estimate, the sum of the terms; `peak_bytes` is the prediction.
 
     >>> table = tradeoffs(cell="lstm", seq=1000, over={"microbatch": [8, 32], "segments": [1, 10]}, budget="1GiB")
@@ -409,15 +409,17 @@ def train(
 
     kinds: tuple[Any, ...] = (TrainOptions, DataOptions)
     check_names("option", options, [field for kind in kinds for field in kind.__struct_fields__])
-    asked = [kind(**{k: v for k, v in options.items() if k in kind.__struct_fields__}) for kind in kinds]
-    found = load_spec_plan(plan) if isinstance(plan, str | os.PathLike) else plan
-    if not isinstance(found, Plan):
+    train_options, data_options = (
+        kind(**{name: value for name, value in options.items() if name in kind.__struct_fields__}) for kind in kinds
+    )
+    loaded = load_spec_plan(plan) if isinstance(plan, str | os.PathLike) else plan
+    if not isinstance(loaded, Plan):
         raise MisuseError(
             rule="train takes a plan or the path of a plan file",
-            got=f"got {shown(found)}",
+            got=f"got {shown(loaded)}",
             advice="Give what find_feasible_config or load_plan returns, or the path of plan.json.",
         )
-    return run_training(found, data, asked[0], asked[1], model, progress)
+    return run_training(loaded, data, train_options, data_options, model, progress)
 
 
 def predict(
@@ -454,7 +456,7 @@ def predict(
 
 
 def _split(fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments by name, as fields of a spec (and options of data) and as knobs."""
+    """Split arguments by name into fields of a spec (with options of data) and knobs."""
     knobs = {name: value for name, value in fields.items() if name in KNOBS}
     return {name: value for name, value in fields.items() if name not in KNOBS}, knobs
 
@@ -466,7 +468,7 @@ def _read(
     budget: int | str | None,
     budget_bytes: int | None,
 ) -> tuple[Spec, Candidate | Candidates, int | None]:
-    """The spec, the candidate or candidates, and the budget in bytes, given in one of two ways; None if it is not."""
+    """The spec, the candidate or candidates, and the budget in bytes; None without a budget."""
     limit_bytes = _budget_bytes(budget, budget_bytes)
     own, knobs = _split(fields)
     spec = read_spec(spec, own)
@@ -482,9 +484,9 @@ def _budget_bytes(budget: int | str | None, budget_bytes: int | None) -> int | N
 
 
 def _spec_for(spec: Spec | None, data: Any, fields: dict[str, Any]) -> Spec:
-    """The spec, or that of the fields, with the lengths of the data."""
-    from oomguard._data.open import CUTTING, spec_from_data
-    from oomguard._data.options import DataOptions
+    """The given spec, or the spec of the fields, with the sequence lengths of the data."""
+    from oomguard._data.open import spec_from_data
+    from oomguard._data.options import CUTTING, DataOptions
 
     options = DataOptions(**{name: value for name, value in fields.items() if name in CUTTING})
     own = {name: value for name, value in fields.items() if name not in CUTTING}

@@ -68,9 +68,9 @@ def _plan(made: list[Rung], spec: Spec, target: Target) -> Plan:
 
 def rung_of(spec: Spec, rows: int, segments: int, knobs: dict[str, Any], target: Target = CPU) -> Rung:
     candidate = make_candidate(spec, microbatch=rows, segments=segments, **knobs)
-    found = figures(estimate_step(spec, candidate, target))
-    peak = Prediction(peak_bytes=found.total_bytes, margin_bytes=0, seconds_per_step=None)
-    return Rung(candidate=candidate, estimate=found, expected=peak)
+    estimate = figures(estimate_step(spec, candidate, target))
+    peak = Prediction(peak_bytes=estimate.total_bytes, margin_bytes=0, seconds_per_step=None)
+    return Rung(candidate=candidate, estimate=estimate, expected=peak)
 
 
 def numbers(rows: int = 40, steps: int = 6, features: int = 2, seed: int = 0) -> NDArray[np.float32]:

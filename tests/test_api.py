@@ -39,7 +39,7 @@ def many(draw: st.DrawFn, spec: Spec) -> Candidates:
     if windows is not None:  # segments only where there is no window
         windows = windows if isinstance(windows, list) else [windows] * rows
         each = pieces if isinstance(pieces, list) else [pieces] * rows
-        pieces = [1 if window else one for window, one in zip(windows, each, strict=True)]
+        pieces = [1 if window else item for window, item in zip(windows, each, strict=True)]
     levels = 1 if spec.bidirectional else some(st.integers(1, 3))
     recompute = spec.bidirectional or some(st.booleans())
     others = {name: knob_values(name) for name, knob in KNOBS.items() if knob.role.group != "shape"}
@@ -53,11 +53,11 @@ def many(draw: st.DrawFn, spec: Spec) -> Candidates:
     )
 
 
-def figures(found: Estimate, row: int | None = None) -> dict[str, Any]:
+def figures(estimate: Estimate, row: int | None = None) -> dict[str, Any]:
     """Every figure of an estimate; of an array of them, those of one row."""
-    named = {name: getattr(found, name) for name in (*FIGURES, "moment", "engine")}
-    named |= {f"term {name}": value for name, value in found.terms.items()}
-    named |= {f"moment {name}": value for name, value in found.moments.items()}
+    named = {name: getattr(estimate, name) for name in (*FIGURES, "moment", "engine")}
+    named |= {f"term {name}": value for name, value in estimate.terms.items()}
+    named |= {f"moment {name}": value for name, value in estimate.moments.items()}
     return {name: value[row] if isinstance(value, np.ndarray) else value for name, value in named.items()}
 
 
@@ -73,21 +73,21 @@ def test_many_candidates_have_the_figures_they_have_one_at_a_time(
     for row in range(len(candidates)):
         knobs = {name: getattr(candidates[row], name) for name in Candidate.__struct_fields__ if name != "accumulation"}
         alone = figures(oomguard.estimate(spec, make_candidate(spec, **knobs), **where))
-        found = figures(together, row)
-        assert {name: found.pop(name) for name in alone} == alone
-        assert not any(found.values())  # a moment that only other candidates have
+        figures_of_row = figures(together, row)
+        assert {name: figures_of_row.pop(name) for name in alone} == alone
+        assert not any(figures_of_row.values())  # a moment that only other candidates have
 
 
 def test_a_million_candidates_are_answered_at_once() -> None:
     random = np.random.default_rng(0)
     microbatch, segments = random.integers(1, 33, 10**6), random.integers(1, 1001, 10**6)
-    found = oomguard.estimate(SPEC, microbatch=microbatch, segments=segments, budget_bytes=GIB)
-    assert np.asarray(found.fits).shape == (10**6,)
+    estimate = oomguard.estimate(SPEC, microbatch=microbatch, segments=segments, budget_bytes=GIB)
+    assert np.asarray(estimate.fits).shape == (10**6,)
 
 
 def test_several_engines_are_told_apart_candidate_by_candidate() -> None:
-    found = oomguard.estimate(SPEC, engine=[None, "native", "onednn"])
-    assert np.asarray(found.engine).tolist() == ["onednn", "native", "onednn"]
+    estimate = oomguard.estimate(SPEC, engine=[None, "native", "onednn"])
+    assert np.asarray(estimate.engine).tolist() == ["onednn", "native", "onednn"]
 
 
 def test_one_engine_of_all_candidates_is_one_word() -> None:
@@ -97,7 +97,7 @@ def test_one_engine_of_all_candidates_is_one_word() -> None:
 def test_bidirectional_candidates_plain_and_in_segments_go_together() -> None:
     spec = Spec(cell="gru", seq=1000, bidirectional=True)
     together = oomguard.estimate(spec, segments=[1, 10], device=CARD)
-    alone = [oomguard.estimate(spec, segments=one, device=CARD).total_bytes for one in (1, 10)]
+    alone = [oomguard.estimate(spec, segments=each, device=CARD).total_bytes for each in (1, 10)]
     assert np.asarray(together.total_bytes).tolist() == alone
 
 
@@ -187,8 +187,8 @@ def test_without_a_candidate_the_whole_batch_goes_in_one_pass() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", CARD])
 def test_it_fits_exactly_from_total_and_margin_on(device: str) -> None:
-    found = oomguard.estimate(SPEC, device=device)
-    need = int(found.total_bytes + found.margin_bytes)
+    estimate = oomguard.estimate(SPEC, device=device)
+    need = int(estimate.total_bytes + estimate.margin_bytes)
     at = [oomguard.estimate(SPEC, device=device, budget_bytes=size).fits for size in (need - 1, need)]
     assert at == [False, True]
 
@@ -198,9 +198,9 @@ def test_it_fits_exactly_from_total_and_margin_on(device: str) -> None:
     [("cpu", "tight", ("cpu", "onednn")), ("cpu", "system", ("cpu", "onednn")), (CARD, "system", ("cuda", "cudnn"))],
 )
 def test_the_margin_is_a_share_of_what_is_not_known(device: str, allocator: str, kind: tuple[str, str]) -> None:
-    found = oomguard.estimate(SPEC, device=device, allocator=allocator)
-    rest = float(split(found)[1][0]) + OFFSET_BYTES
-    assert found.margin_bytes == pytest.approx(rest * bare(*kind, allocator, "fp32", False), rel=0.01)
+    estimate = oomguard.estimate(SPEC, device=device, allocator=allocator)
+    rest = float(split(estimate)[1][0]) + OFFSET_BYTES
+    assert estimate.margin_bytes == pytest.approx(rest * bare(*kind, allocator, "fp32", False), rel=0.01)
 
 
 def test_the_budget_of_a_named_card_is_what_cuda_shows_of_it() -> None:

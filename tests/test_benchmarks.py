@@ -56,13 +56,15 @@ NAMES = (
 
 def judged_names(text: str) -> list[str]:
     """Find the judged models that a text names: a cell together with a judged hidden size."""
-    found = [match for name in NAMES for match in name.finditer(" ".join(text.split()))]
-    return [match[0] for match in found if (match["cell"].lower(), int(match["size"])) in JUDGED]
+    matches = [match for name in NAMES for match in name.finditer(" ".join(text.split()))]
+    return [match[0] for match in matches if (match["cell"].lower(), int(match["size"])) in JUDGED]
 
 
 def comments(source: str) -> Iterator[str]:
     """Yield the comments of a program. Those on consecutive lines are one."""
-    tokens = [one for one in tokenize.generate_tokens(io.StringIO(source).readline) if one.type == tokenize.COMMENT]
+    tokens = [
+        token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type == tokenize.COMMENT
+    ]
     text, last = "", -1
     for token in tokens:
         if token.start[0] > last + 1:

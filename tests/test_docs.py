@@ -28,7 +28,9 @@ ROOT = Path(__file__).parents[1]
 COMMAND: Any = typer.main.get_command(app)
 COMMANDS = [*COMMAND.commands]
 EXAMPLE = re.compile(r"^- (?:torchrun .* -- )?(oomguard .*?)(?: \[dim\].*)?$", re.MULTILINE)
-EXAMPLES = [shlex.split(line) for one in (COMMAND, *COMMAND.commands.values()) for line in EXAMPLE.findall(one.help)]
+EXAMPLES = [
+    shlex.split(line) for command in (COMMAND, *COMMAND.commands.values()) for line in EXAMPLE.findall(command.help)
+]
 NAMES = [name for name in oomguard.__all__ if not name.startswith("__")]
 CLASSES = [name for name in NAMES if inspect.isclass(getattr(oomguard, name))]
 
@@ -88,12 +90,24 @@ def test_an_example_of_the_help_is_a_command_line_that_parses(words: list[str]) 
     assert parsed(words) >= flags_of(words)
 
 
+TASK = """
+import oomguard, torch
+task = oomguard.Task(
+    model=lambda: torch.nn.LSTM(2, 3),
+    loss=lambda model, batch: model(batch)[0].square().mean(),
+    batch=lambda rows, steps: torch.randn(steps, rows, 2),
+)
+"""
+
+
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with the files that examples of the help name."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "spec.toml").write_text('cell = "lstm"\nseq = 2000\nhidden = 64\n')
     (tmp_path / "lengths.csv").write_text("100\n100\n2000\n")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "module.py").write_text(TASK)
     numbers = np.random.default_rng(0).normal(size=(200, 3))
     np.savetxt(tmp_path / "prices.csv", numbers, delimiter=",", header="open,volume,close", comments="")
     oomguard.save_plan(plan_of(), tmp_path / "plan.json")
@@ -221,8 +235,8 @@ def test_the_commands_of_a_page_have_no_stale_flag(page: Path) -> None:
 def test_what_a_page_points_to_is_there(page: Path) -> None:
     generated = {ROOT / "docs" / "claims.md", ROOT / "docs" / "reference" / "cli.md"}
     for target in re.findall(r"\]\(((?!https?:)[^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
-        found = (page.parent / target).resolve()
-        assert found.exists() or found in generated, target
+        linked = (page.parent / target).resolve()
+        assert linked.exists() or linked in generated, target
 
 
 def test_only_what_needs_more_than_this_machine_is_not_run() -> None:

@@ -41,15 +41,15 @@ def imports(file: Path, source: str) -> Iterator[str]:
 def upward_imports(file: Path, source: str) -> list[str]:
     """The imports of a file that point against the order, or at the package as a whole."""
     own = ORDER.index(layer_of(file))
-    found = []
+    imported = []
     for name in imports(file, source):
         if name.removeprefix("import ").split(".")[0] != "oomguard":
             continue
         # `import oomguard.x` binds the whole package, and `from oomguard import x` asks it: both hide the direction
         layer = "" if name.startswith("import ") else name.split(".")[1]
         if layer not in ORDER or (ORDER.index(layer) > own and (str(file), layer) not in NOTEBOOK_DISPLAY):
-            found.append(name)
-    return found
+            imported.append(name)
+    return imported
 
 
 def importers(package: str) -> set[str]:

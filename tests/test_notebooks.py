@@ -19,8 +19,8 @@ MACHINE = re.compile(r"/(home|root|tmp|Users|usr|var|opt)/|site-packages|0x[0-9a
 
 
 def cells_of(path: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    return found
+    content: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return content
 
 
 def outputs_of(path: Path) -> list[dict[str, Any]]:
@@ -50,8 +50,8 @@ def test_it_runs_from_top_to_bottom_and_says_what_it_is_stored_with(path: Path, 
     assert path.read_bytes() == before
     executed = tmp_path / path.name
     assert [source_of(cell) for cell in cells_of(executed)] == [source_of(cell) for cell in cells_of(path)]
-    kinds = [[one["output_type"] for one in cell.get("outputs", [])] for cell in cells_of(executed)]
-    assert kinds == [[one["output_type"] for one in cell.get("outputs", [])] for cell in cells_of(path)]
+    kinds = [[output["output_type"] for output in cell.get("outputs", [])] for cell in cells_of(executed)]
+    assert kinds == [[output["output_type"] for output in cell.get("outputs", [])] for cell in cells_of(path)]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

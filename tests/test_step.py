@@ -141,9 +141,9 @@ def test_the_loss_is_the_mean_over_all_real_targets() -> None:
     outputs = training.model(batch.inputs, None)[0].detach()
     real = torch.arange(STEPS)[:, None] < batch.lengths
     wanted = (outputs - batch.targets)[real].square().mean()
-    found = step(training, pieces(batch, [16] * 4, torch.float32), count_targets(SPEC, batch))
-    assert float(found.loss) == pytest.approx(float(wanted), rel=1e-5)
-    assert not found.skipped
+    outcome = step(training, pieces(batch, [16] * 4, torch.float32), count_targets(SPEC, batch))
+    assert float(outcome.loss) == pytest.approx(float(wanted), rel=1e-5)
+    assert not outcome.skipped
 
 
 def test_gradients_are_gone_after_the_step() -> None:
@@ -166,9 +166,11 @@ def test_half_precision_trains_close_to_single(precision: str, knobs: dict[str, 
         rows = torch.split(torch.arange(ROWS), knobs.get("microbatch", ROWS))
         for _ in range(5):
             batch = batch_of(spec)
-            found = step(training, pieces(batch, [len(one) for one in rows], torch.float32), count_targets(spec, batch))
-            assert not found.skipped
-        losses[name] = float(found.loss)
+            outcome = step(
+                training, pieces(batch, [len(row) for row in rows], torch.float32), count_targets(spec, batch)
+            )
+            assert not outcome.skipped
+        losses[name] = float(outcome.loss)
         assert all(parameter.dtype == torch.float32 for parameter in training.model.parameters())
     assert losses[precision] == pytest.approx(losses["fp32"], rel=0.02)
     assert losses[precision] != losses["fp32"]
@@ -180,8 +182,8 @@ def test_a_step_that_overflows_is_skipped_and_said_so() -> None:
     before = [parameter.clone() for parameter in training.model.parameters()]
     batch = batch_of(spec)
     large = batch._replace(targets=batch.targets * 1e6)
-    found = step(training, [large], count_targets(spec, batch))
-    assert found.skipped
+    outcome = step(training, [large], count_targets(spec, batch))
+    assert outcome.skipped
     assert training.scaler is not None
     assert training.scaler.get_scale() == 2**15
     assert all(torch.equal(a, b) for a, b in zip(before, training.model.parameters(), strict=True))

@@ -50,7 +50,7 @@ def spec_of(cell: str, **fields: Any) -> Spec:
 def microbatches(spec: Spec, candidate: Candidate) -> list[Microbatch]:
     """The whole batch, where the candidate has it."""
     home = "cpu" if candidate.keep == "host" else "cuda"
-    found = []
+    peaks = []
     for rows in torch.split(torch.arange(spec.batch), candidate.microbatch):
         shape = (len(rows), spec.steps) if spec.batch_first else (spec.steps, len(rows))
         inputs = torch.randn(*shape, spec.inputs) if spec.vocab is None else torch.randint(spec.vocab, shape)
@@ -60,8 +60,8 @@ def microbatches(spec: Spec, candidate: Candidate) -> list[Microbatch]:
         else:
             targets = torch.randint(spec.classes, wanted)
         lengths = None if spec.lengths is None else (rows % 2 * (spec.steps - 10) + 10)
-        found.append(Microbatch(inputs.to(home), targets.to(home), lengths))
-    return found
+        peaks.append(Microbatch(inputs.to(home), targets.to(home), lengths))
+    return peaks
 
 
 def run(spec: Spec, candidate: Candidate) -> Training:
@@ -78,14 +78,17 @@ def peak_bytes(spec: Spec, candidate: Candidate) -> int:
     """The peak of a step that finds the optimizer's state, with its data on the card one microbatch at a time."""
     training = run(spec, candidate)
     batches = iter(
-        [one._replace(inputs=one.inputs.cpu(), targets=one.targets.cpu()) for one in microbatches(spec, candidate)]
+        [
+            microbatch._replace(inputs=microbatch.inputs.cpu(), targets=microbatch.targets.cpu())
+            for microbatch in microbatches(spec, candidate)
+        ]
     )
     home = "cpu" if candidate.keep == "host" else "cuda"
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     step(
         training,
-        (one._replace(inputs=one.inputs.to(home), targets=one.targets.to(home)) for one in batches),
+        (batch._replace(inputs=batch.inputs.to(home), targets=batch.targets.to(home)) for batch in batches),
         targets=spec.batch * spec.steps,
     )
     return torch.cuda.max_memory_allocated()
@@ -130,10 +133,10 @@ def test_a_step_allocates_what_is_estimated(cell: str, way: str) -> None:
     """Not under-estimated by more than the margin, nor by much too high; a library's workspace can come and go."""
     spec = spec_of(cell, seq=1500)
     candidate = make_candidate(spec, **WAYS[way])
-    found = estimate_step(spec, candidate, on_card(open_device("cuda").status().known))  # type: ignore[union-attr]
-    assert found.allocated_bytes is not None
+    estimate = estimate_step(spec, candidate, on_card(open_device("cuda").status().known))  # type: ignore[union-attr]
+    assert estimate.allocated_bytes is not None
     real = peak_bytes(spec, candidate)
-    assert 0.85 * real - (64 << 20) < found.allocated_bytes < 1.15 * real + (64 << 20)
+    assert 0.85 * real - (64 << 20) < estimate.allocated_bytes < 1.15 * real + (64 << 20)
 
 
 def test_an_offloaded_state_is_in_host_memory_between_steps() -> None:

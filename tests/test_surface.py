@@ -74,8 +74,8 @@ def lost_paths(before: dict[str, str], now: dict[str, str], where: str) -> Itera
 
 
 def check(messages: Iterator[str]) -> None:
-    found = [*messages]
-    assert not found, "\n".join(found) + MEANT
+    differences = [*messages]
+    assert not differences, "\n".join(differences) + MEANT
 
 
 # ---- flags -----------------------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ def test_a_plan_of_0_1_is_read_and_explained(name: str, tmp_path: Path) -> None:
 def renewed(value: Any) -> Any:
     """The JSON of an old plan with the present names of allocators."""
     if isinstance(value, dict):
-        return {name: renew(name, renewed(one)) for name, one in value.items()}
+        return {name: renew(name, renewed(item)) for name, item in value.items()}
     return [*map(renewed, value)] if isinstance(value, list) else value
 
 
@@ -225,7 +225,9 @@ def test_a_plan_of_0_1_with_lengths_is_trained(tmp_path: Path) -> None:
 def test_a_ledger_of_0_1_is_read_and_continued(session: Session) -> None:
     old = [json.loads(line) for line in (HERE / RECORDS).read_text().splitlines()]
     records = oomguard.Ledger(HERE / RECORDS).read()
-    assert [(one.verdict.name, one.peak_bytes) for one in records] == [(r["verdict"], r["peak_bytes"]) for r in old]
+    assert [(record.verdict.name, record.peak_bytes) for record in records] == [
+        (r["verdict"], r["peak_bytes"]) for r in old
+    ]
     known = [record["started"] for record in session.document("plan")["records"]]
     assert known[: len(old)] == [record["started"] for record in old]
     assert len(session.ledger.joinpath("records.jsonl").read_text().splitlines()) > len(old)

@@ -47,18 +47,18 @@ def trained_for(steps: int, spec: Spec = PLAIN, **knobs: Any) -> Training:
 
 
 def load_newest(directory: Path) -> Checkpoint:
-    found = load(directory)
-    assert found is not None
-    return found
+    checkpoint = load(directory)
+    assert checkpoint is not None
+    return checkpoint
 
 
 def state_bits(training: Training) -> dict[str, bytes]:
     """All state that a step changes, as bytes."""
-    found: dict[str, Any] = {name: value.detach() for name, value in training.model.named_parameters()}
+    state: dict[str, Any] = {name: value.detach() for name, value in training.model.named_parameters()}
     for number, parameter in enumerate(training.model.parameters()):
-        found |= {f"{number} {key}": value for key, value in training.optimizer.state.get(parameter, {}).items()}
-    found["random"] = torch.get_rng_state()
+        state |= {f"{number} {key}": value for key, value in training.optimizer.state.get(parameter, {}).items()}
+    state["random"] = torch.get_rng_state()
     if training.model.device.type == "cuda":
-        found["random of the card"] = torch.cuda.get_rng_state(training.model.device)
-    dense = {k: v.to_dense() if isinstance(v, Tensor) else torch.tensor(v) for k, v in found.items()}
+        state["random of the card"] = torch.cuda.get_rng_state(training.model.device)
+    dense = {k: v.to_dense() if isinstance(v, Tensor) else torch.tensor(v) for k, v in state.items()}
     return {key: str(value.dtype).encode() + value.cpu().numpy().tobytes() for key, value in dense.items()}

@@ -83,7 +83,7 @@ def _estimate(*, device: str = "cpu", budget: str | None = None, json: bool = Fa
     - oomguard estimate --model lstm --seq 10000
     - oomguard estimate --preset char-lm --device rtx-4090 --precision bf16
     - oomguard estimate --model spec.toml --segments 100 --budget 6GiB --json
-    - oomguard estimate --model package.module:task --microbatch 8
+    - oomguard estimate --model package.module:task --seq 1000 --microbatch 8
 
     Exit codes: 0 it fits, 1 it does not fit, 2 wrong usage.
     """
@@ -278,12 +278,12 @@ def _tradeoffs(*, output: str | None = None, json: bool = False, **values: Any) 
     from oomguard._report.subject import find_subject
     from oomguard._report.tradeoffs import check_written, make_table, save, show_tradeoffs, table_json
 
-    asked = parsing.read_table(values)
+    arguments = parsing.read_table(values)
     budget_bytes = read_budget(values.get("budget"))
     curve = check_written(output, values.get("curve"))
     if output is not None:
         parsing.check_output(output, f"tradeoffs{Path(output).suffix}")
-    subject = find_subject(**asked, budget=budget_bytes)
+    subject = find_subject(**arguments, budget=budget_bytes)
     table = make_table(subject)
     code = FITS if table["fits"].any() else DOES_NOT_FIT
     path = None if output is None else save(subject, table, output, curve)
@@ -303,7 +303,7 @@ def _show(*, plan: str, html: str | None = None, json: bool = False, **values: A
     """
     from oomguard._plan.store import load_plan
     from oomguard._plan.task_value import TaskPlan
-    from oomguard._report.plan import plan_json, show_plan
+    from oomguard._report.plan import explain, plan_json
     from oomguard._report.tables import show_sections
     from oomguard._report.task import explain_task
 
@@ -322,7 +322,7 @@ def _show(*, plan: str, html: str | None = None, json: bool = False, **values: A
             raise wrong("html", "another file than the plan", html, "Write it as --html report.html.")
         path = save_page(loaded, html, sequences)
         return Answer(plan_json(loaded) if json else f"{path}\n")
-    return _answer(json, lambda: plan_json(loaded), partial(show_plan, loaded, sequences))
+    return _answer(json, lambda: plan_json(loaded), lambda console: show_sections(explain(loaded, sequences), console))
 
 
 @_command("devices", Output=[CARDS, JSON])

@@ -15,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from oomguard._core.errors import REQUIRED, fields_of
 from oomguard._core.errors import flag as flag_word
-from oomguard._data.options import DataOptions
+from oomguard._data.options import CUTTING, DataOptions
 from oomguard._spec.candidate import KNOBS, Candidate
 from oomguard._spec.read import PRESETS
 from oomguard._spec.spec import Spec
@@ -47,7 +47,7 @@ _METAVARS: dict[type | str, str] = {
     **{int: "N", float: "P", bool: "", dict: "HISTOGRAM", tuple: "COLUMNS", str: "TEXT"},
     **{"frozen": "PARTS", "id": "COLUMN", "targets": "FILE", "cache": "DIR", "run": "DIR", "save_every": "WHEN"},
 }
-"""Metavars by type, and by name for fields whose type does not tell what they hold."""
+"""Metavars by type, and by name for fields whose type does not show what they hold."""
 _HELP = {
     "lengths": "Histogram of sequence lengths, such as 100:5000,2000:40, or a file of lengths: .npy, .csv, .txt.",
     "frozen": "Parts that are not trained, such as embedding,layer0,head.",
@@ -94,7 +94,7 @@ LOSSY = [knob.role.lossy for knob in KNOBS.values() if knob.role.lossy is not No
 # aims and defaults are written out, so that the help need not import the search; a test compares them
 AIMS = ("throughput", "batch", "microbatch", "seq")
 SAMPLERS = ("auto", "gp", "tpe", "random")
-_AIM = "Aim of the search; the first of several decides, and the plan has their front (default: throughput)."
+_AIM = "Aim of the search. The first of several decides, and the plan shows their front (default: throughput)."
 SEARCH = [
     Flag("maximize", "LIST", _AIM, choices=AIMS),
     Flag(
@@ -105,7 +105,12 @@ SEARCH = [
     ),
     Flag("max_probes", "N", "Probes at most (default: 24).", int),
     Flag("timeout", "SECONDS", "Time limit of the search, such as 90s or 5min (default: 55s)."),
-    Flag("sampler", "NAME", "Who chooses the probes; the others are Optuna's (default: auto).", choices=SAMPLERS),
+    Flag(
+        "sampler",
+        "NAME",
+        "Sampler of the probes; all but auto are Optuna's (default: auto).",
+        choices=SAMPLERS,
+    ),
     Flag("ledger", "DIR", "Store all records there, and continue with those that it has."),
     Flag("storage", "URL", "Optuna storage, for several machines that search together."),
 ]
@@ -113,10 +118,9 @@ DATA = [
     Flag("data", "FILE", "Training data: .npy, .csv, .parquet or text."),
     *flags_of(DataOptions, ["limit", "inputs_only"]),
 ]
-_UNCUT = ("validation", "split", "normalise", "workers", "seed")
 CUT = [
     Flag("data", "FILE", "Training data; the plan is for its sequence lengths."),
-    *(flag for flag in DATA[1:] if flag.name not in _UNCUT),
+    *(flag for flag in DATA[1:] if flag.name in CUTTING),
 ]
 """Data options that decide which sequences there are."""
 READ = [Flag("data", "FILE", "Data in the form of the training data."), *DATA[1:]]
@@ -257,7 +261,7 @@ def add_command(
         run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [
                 *map(_argument, arguments),
-                *(_option(flag, panel) for panel, some in panels.items() for flag in some),
+                *(_option(flag, panel) for panel, group in panels.items() for flag in group),
                 *(_option(flag._replace(negative=not flag.negative), None) for flag in flags if flag.kind is bool),
             ]
         )

@@ -52,7 +52,7 @@ def read_planned(values: dict[str, Any]) -> tuple[Spec, dict[str, Any]]:
         from oomguard._data.open import spec_from_data
 
         make = partial(spec_from_data, data=values["data"], options=DataOptions(**options))
-        # the lengths are those of the data, whatever a file of the spec says
+        # the lengths of the data replace those of a spec file
         spec, knobs = _read(values, FIXED, {"lengths": None}, make)
     elif options:
         rule = f"{flag(next(iter(options)))} says how data is read"
@@ -74,25 +74,17 @@ def _read(
 ) -> tuple[Spec, dict[str, Any]]:
     """The spec that `make` builds from its fields, and the knobs. `usual`: fields that apply unless flags are given."""
     fields, knobs = {**usual, **read_options(values, SPEC_FIELDS)}, read_options(values, flags)
-    if "accumulation" in knobs:  # with the microbatch it says what the batch is, whatever a file says
+    if "accumulation" in knobs:  # with the microbatch it gives the batch, and replaces that of a file
         fields = with_batch(fields, knobs)
     if "features" in fields and "vocab" not in fields:
         fields |= {"vocab": None, "embedding": fields.get("embedding")}
     elif "vocab" in fields and "features" not in fields:
         fields["features"] = None
-    spec = make(with_batch(_spec_fields(values.get("model"), values.get("preset")) | fields, knobs))
-    microbatch = knobs.get("microbatch")
-    if type(microbatch) is int and microbatch > spec.batch:
-        raise MisuseError(
-            rule="--microbatch must not be larger than --batch",
-            got=f"got {shown(microbatch)} of {shown(spec.batch)}",
-            advice=f"Lower it, or give --batch {microbatch} too.",
-        )
-    return spec, knobs
+    return make(with_batch(_spec_fields(values.get("model"), values.get("preset")) | fields, knobs)), knobs
 
 
 def read_table(values: dict[str, Any]) -> dict[str, Any]:
-    """What a table is about: the spec (None: that of the plan), measurements, what varies, the device and knobs."""
+    """The arguments of `find_subject`: spec (None: that of the plan), records, what varies, device and knobs."""
     from oomguard._report.grid import check_own_spec, fields_for, read_text
 
     if "plan" in values and "ledger" in values:
@@ -105,7 +97,7 @@ def read_table(values: dict[str, Any]) -> dict[str, Any]:
             got=f"got {shown([name for name, _ in pairs])}",
             advice="Put all values of a name into one, such as 1..8,16,32.",
         )
-    given = [name for one in SPEC for name in (one.name, f"no_{one.name}") if name in values]
+    given = [name for option in SPEC for name in (option.name, f"no_{option.name}") if name in values]
     if "plan" in values:
         check_own_spec(given)
         spec, knobs = None, read_options(values, FIXED)
@@ -119,14 +111,14 @@ def read_table(values: dict[str, Any]) -> dict[str, Any]:
 def read_options(values: dict[str, Any], flags: Iterable[Flag]) -> dict[str, Any]:
     """The values of these flags by field, as far as they were given."""
     options: dict[str, Any] = {}
-    for one in flags:
-        on, off = one.name in values, f"no_{one.name}" in values
-        if one.kind is bool and on and off:
-            raise conflict(f"{flag(one.name)} is turned on or off", flag(one.name), flag(f"no_{one.name}"))
-        if one.kind is bool and (on or off):
-            options[one.name] = on
+    for option in flags:
+        on, off = option.name in values, f"no_{option.name}" in values
+        if option.kind is bool and on and off:
+            raise conflict(f"{flag(option.name)} is turned on or off", flag(option.name), flag(f"no_{option.name}"))
+        if option.kind is bool and (on or off):
+            options[option.name] = on
         elif on:
-            options[one.name] = _value(one, values[one.name])
+            options[option.name] = _value(option, values[option.name])
     return options
 
 
@@ -172,17 +164,17 @@ def _spec_fields(model: str | None, name: str | None) -> dict[str, Any]:
     return load_fields(Path(model))
 
 
-def _value(one: Flag, text: str) -> Any:
+def _value(option: Flag, text: str) -> Any:
     """The text as the type of the field; unchanged if it is not of that type, so that the field refuses it."""
-    if one.kind is int:
+    if option.kind is int:
         plain = text.replace("_", "")
         return int(plain) if re.fullmatch(r"-?\d{1,18}", plain, re.ASCII) else text
-    if one.kind is float:
+    if option.kind is float:
         with suppress(ValueError):
             return float(text)
-    if one.kind is tuple:
+    if option.kind is tuple:
         return tuple(part.strip() for part in text.split(",") if part.strip())
-    return _histogram(text) if one.kind is dict else text
+    return _histogram(text) if option.kind is dict else text
 
 
 def _histogram(text: str) -> Any:

@@ -97,7 +97,7 @@ class Field(NamedTuple):
 @cache
 def fields_of(struct: Callable[..., msgspec.Struct]) -> dict[str, Field]:
     """The fields of a struct by name, as their annotations declare them."""
-    found, hints = {}, get_type_hints(struct, include_extras=True)
+    fields, hints = {}, get_type_hints(struct, include_extras=True)
     for field in msgspec.structs.fields(struct):  # type: ignore[arg-type]
         hint, marks = hints[field.name], list[Any]()
         if get_origin(hint) is Annotated:
@@ -108,8 +108,8 @@ def fields_of(struct: Callable[..., msgspec.Struct]) -> dict[str, Field]:
         choices = get_args(hint) if get_origin(hint) is Literal else ()
         kind = str if choices else get_origin(hint) or hint
         bounds = next((mark for mark in marks if isinstance(mark, Bounds)), None)
-        found[field.name] = Field(field.name, kind, choices, bounds, optional, field.default, tuple(marks))
-    return found
+        fields[field.name] = Field(field.name, kind, choices, bounds, optional, field.default, tuple(marks))
+    return fields
 
 
 def check_fields(value: msgspec.Struct) -> None:

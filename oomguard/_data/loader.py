@@ -138,17 +138,17 @@ class Loader:
         return Microbatch(made.inputs.pin_memory(), made.targets.pin_memory(), made.lengths) if self.pinned else made
 
 
-Answer = tuple[int, Microbatch | MisuseError]
+Prepared = tuple[int, Microbatch | MisuseError]
 """A message of a worker: the number of a batch, and one of its microbatches or the error in the data."""
 
 
 @dataclass(frozen=True)
-class _Reader(Dataset[Answer]):
+class _Reader(Dataset[Prepared]):
     """Reads microbatches in a worker. Errors are returned, since PyTorch would turn them into RuntimeErrors."""
 
     source: Source
 
-    def __getitem__(self, key: tuple[int, Ints]) -> Answer:
+    def __getitem__(self, key: tuple[int, Ints]) -> Prepared:
         number, sequences = key
         try:
             return number, read_microbatch(self.source, sequences)
@@ -167,11 +167,11 @@ class _Stream:
     def __init__(self, loader: Loader, batches: Iterator[tuple[int, Ints]]) -> None:
         self.loader, self.last = loader, -1
         self.lost: str | None = None
-        self.answers: Iterator[Answer] | None = None
+        self.answers: Iterator[Prepared] | None = None
         if not loader.workers:
             return
         keys = ((number, part) for number, batch in batches for part in loader.order.microbatches(batch))
-        made: DataLoader[Answer] = DataLoader(
+        made: DataLoader[Prepared] = DataLoader(
             _Reader(loader.source),
             batch_size=None,
             sampler=keys,

@@ -24,11 +24,6 @@ from oomguard._spec.read import make_spec
 from oomguard._spec.spec import MAX_SEQ, Spec, longest_seq
 
 MAX_LENGTHS = 256  # different lengths in a histogram at most: more would slow the planner down and improve no plan
-CUTTING = (
-    *("format", "columns", "target", "ahead", "id", "targets", "stride", "nan"),
-    *("characters", "vocabulary", "truncate", "limit", "cache"),
-)
-"""Options of data that decide which sequences it has."""
 _FORMATS = {
     **{".npy": "npy", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".pq": "parquet"},
     **{".txt": "text", ".text": "text", ".md": "text"},

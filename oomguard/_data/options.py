@@ -14,6 +14,11 @@ from oomguard._spec.spec import MAX_SEQ, Spec
 
 Format = Literal["npy", "csv", "parquet", "text"]
 Nan = Literal["error", "drop", "zero"]
+CUTTING = (
+    *("format", "columns", "target", "ahead", "id", "targets", "stride", "nan"),
+    *("characters", "vocabulary", "truncate", "limit", "cache"),
+)
+"""Options of data that decide which sequences it has."""
 
 
 class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,8 +41,8 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Steps from the start of a window to that of the next; None: one long series is cut into windows that do not
     overlap, and each of many series is one sequence."""
     nan: Nan = "error"
-    """What a NaN or an infinite number does: it is an error, its sequence is dropped, or it is read as 0 (not in tokens
-    and classes, where 0 has a meaning)."""
+    """Handling of NaN and infinite numbers: an error, its sequence is dropped, or it is read as 0 (not in tokens and
+    classes, where 0 has a meaning)."""
     characters: bool = False
     """Whether the tokens of text are characters (of UTF-8) instead of bytes."""
     vocabulary: str | None = None
@@ -81,11 +86,11 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share < 1:
             form = "a share from 0 up to, not including, 1"
             raise wrong("validation", form, share, "Give --validation a number such as 0.1.")
-        twice = [letter for letter, count in Counter(self.vocabulary or "").items() if count > 1]
-        if twice:
+        repeated = [letter for letter, count in Counter(self.vocabulary or "").items() if count > 1]
+        if repeated:
             raise MisuseError(
                 rule="A vocabulary has every character once",
-                got=f"{twice[0]!r} comes twice",
+                got=f"{repeated[0]!r} comes twice",
                 advice="Leave the second out.",
             )
 

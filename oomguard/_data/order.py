@@ -126,8 +126,8 @@ def chosen_share(count: int, share: float, seed: int) -> tuple[Ints, Ints]:
             advice="Set --validation 0, or --split time.",
         )
     order = shuffled(count, (seed, 0))
-    some = min(count - 1, max(1, round(count * share)))
-    return np.sort(order[:some]), np.sort(order[some:])
+    size = min(count - 1, max(1, round(count * share)))
+    return np.sort(order[:size]), np.sort(order[size:])
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -108,7 +108,7 @@ class Normaliser(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return outputs * np.array(self.target_std, np.float32) + np.array(self.target_mean, np.float32)
 
 
-class Moments:
+class RunningStatistics:
     """Count, mean and sum of squared deviations of numbers that come in blocks, in float64.
 
     Blocks are merged as in Chan, Golub and LeVeque (1979), which stays exact for a mean far from 0.
@@ -136,7 +136,7 @@ class Moments:
 
 def fit_normaliser(pairs: Iterable[Pair], *, targets: bool) -> Normaliser:
     """The normaliser of sequences that come one at a time. Steps of overlapping windows count as often as they come."""
-    of_inputs, of_targets = Moments(), Moments()
+    of_inputs, of_targets = RunningStatistics(), RunningStatistics()
     for sequence, target in pairs:
         of_inputs.add(sequence)
         if targets:

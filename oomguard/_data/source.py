@@ -33,7 +33,7 @@ Ints = NDArray[np.int64]
 Pair = tuple[Array, Array]
 """Inputs (steps x features in float32, or tokens in int64) and targets (for each step, or for the sequence)."""
 
-Where = Callable[[int, int], str]  # the place of a value, from its row in the block and its column
+Locate = Callable[[int, int], str]  # the place of a value, from its row in the block and its column
 
 MISSING = np.iinfo(np.int64).min  # what stands for NaN among tokens and classes, which are whole numbers
 CHUNK_ELEMENTS = 1 << 20  # elements that are looked at together when a whole file is scanned
@@ -43,7 +43,7 @@ RESIDENT_BYTES = 4 << 20  # bytes read from a mapped file after which its pages 
 VERSION = 3  # Version of the layout of converted files. Data with another one is converted again.
 
 
-def let_go(array: Array) -> None:
+def release_pages(array: Array) -> None:
     """Release the pages of a mapped file, which would count as memory of this process. Its content is not lost."""
     pages: object = array.base  # NumPy declares it as an array
     if isinstance(array, np.memmap) and isinstance(pages, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
@@ -70,7 +70,7 @@ class Mapped:
         """Some rows of one series, as a view if the columns are neighbours."""
         if self._read_bytes > RESIDENT_BYTES:
             self._read_bytes = 0
-            let_go(self.array)
+            release_pages(self.array)
         array = self.array
         if self.grouped:
             series, start = divmod(start, array.shape[1])
@@ -247,7 +247,7 @@ def _scatter(path: Path, codes: Mapped, cursors: Ints) -> None:
         ranks = np.arange(len(block)) - np.repeat(firsts, counts)
         grouped[np.repeat(cursors[present], counts) + ranks] = rows.rows(start, CHUNK_ROWS)[by_series]
         cursors[present] += counts
-        let_go(grouped)
+        release_pages(grouped)
     grouped.flush()
     os.replace(grouped_path, path)
 
@@ -266,7 +266,7 @@ def indices(spec: Spec) -> tuple[Index | None, Index | None]:
     return tokens, Index(spec.classes, "A target", "--outputs") if spec.loss == "cross-entropy" else None
 
 
-def as_values(block: Array, index: Index | None, nan: Nan, where: Where) -> Array:
+def as_values(block: Array, index: Index | None, nan: Nan, where: Locate) -> Array:
     """Rows x columns in float32, or tokens or classes in int64; always a copy."""
     if index is not None:
         return _as_indices(np.asarray(block).reshape(len(block)), index, nan, where)
@@ -282,7 +282,7 @@ def as_values(block: Array, index: Index | None, nan: Nan, where: Where) -> Arra
     return numbers
 
 
-def _as_indices(values: Array, index: Index, nan: Nan, where: Where) -> Ints:
+def _as_indices(values: Array, index: Index, nan: Nan, where: Locate) -> Ints:
     """Int64, all within the range. NaN is an error, or `MISSING` for "drop"; never 0, which is a token too."""
     with np.errstate(invalid="ignore"):  # NaN has no whole number; it is found below
         numbers = values.astype(np.int64)

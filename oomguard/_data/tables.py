@@ -104,11 +104,11 @@ def _read_header(path: Path, kind: str) -> Table:
         table = Table(path, parquet.read_schema(path).names, 1) if kind == "parquet" else _read_csv_header(path)
     except (OSError, CellError, pa.ArrowException) as error:
         raise unreadable(path, error) from None
-    twice = [name for name, count in Counter(table.names).items() if count > 1]
-    if twice:
+    repeated = [name for name, count in Counter(table.names).items() if count > 1]
+    if repeated:
         raise MisuseError(
             rule="Every column of a table must have a name of its own",
-            got=f"{path} has {twice[0]!r} more than once",
+            got=f"{path} has {repeated[0]!r} more than once",
             advice="Rename one of the two.",
         )
     return table

@@ -80,15 +80,10 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 
     device: str  # the device as `--device` takes it: `cpu`, `cuda:0`
     limits: tuple[Limit, ...]
-    """All that apply, as they were found. One more (a user's own) can be appended with `msgspec.structs.replace`."""
+    """All limits that apply, in the order in which they were read."""
 
     def __post_init__(self) -> None:
-        if self.least("resident") is None:
-            raise MisuseError(
-                rule="A budget needs a limit of resident bytes",
-                got=f"got {[limit.name for limit in self.limits]}",
-                advice="Add what the device itself has, such as free RAM.",
-            )
+        assert self.least("resident") is not None, "a budget needs a limit of resident bytes"
 
     @property
     def limit_bytes(self) -> int:
@@ -120,7 +115,7 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     def binding(self) -> Limit:
         """The limit that gives `limit_bytes`."""
         least = self.least("resident")
-        assert least is not None  # checked at birth
+        assert least is not None  # checked when the budget is made
         return least
 
     def least(self, unit: Unit) -> Limit | None:

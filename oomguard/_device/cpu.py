@@ -47,11 +47,11 @@ class Cpu(msgspec.Struct, frozen=True):
         return cpu_precisions()
 
     def library(self) -> str | None:
-        """The library of its kernels, with the version; None if torch does not tell. Imports torch."""
+        """The library of its kernels, with the version; None if it is unknown. Imports torch."""
         import torch
 
-        found = re.search(r"(?:MKL-DNN|oneDNN) v?(\d[\w.]*)", torch.__config__.show())
-        return None if found is None else f"oneDNN {found[1]}"
+        match = re.search(r"(?:MKL-DNN|oneDNN) v?(\d[\w.]*)", torch.__config__.show())
+        return None if match is None else f"oneDNN {match[1]}"
 
     def driver(self) -> str | None:
         """The version of its driver; None if it has none or it is unknown."""
@@ -134,7 +134,7 @@ def trim_heap() -> None:
 
 
 def cores() -> int:
-    """Processors that this process may use: those that it may run on, or as many as its cgroup pays for."""
+    """The number of processors that this process may run on, at most as many as its cgroup allows."""
     ask = getattr(os, "sched_getaffinity", None)
     allowed = len(ask(0)) if ask is not None else os.cpu_count() or 1
     return max(1, min(allowed, math.ceil(limits.cpu_quota() or allowed)))
@@ -142,14 +142,14 @@ def cores() -> int:
 
 def cpu_name(proc: Path = PROC) -> str:
     """The processor's name, for a plan's environment."""
-    found = re.search(r"^model name\s*:\s*(.+)$", read_text(proc / "cpuinfo"), re.MULTILINE)
-    return found[1].strip() if found else platform.processor() or platform.machine()
+    match = re.search(r"^model name\s*:\s*(.+)$", read_text(proc / "cpuinfo"), re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()
 
 
 def cpu_precisions(proc: Path = PROC) -> tuple[str, ...]:
     """The precisions that oneDNN trains in on this processor, by its flags."""
-    found = re.search(r"^flags\s*:\s*(.+)$", read_text(proc / "cpuinfo"), re.MULTILINE)
-    flags = set(found[1].split()) if found else set()
+    match = re.search(r"^flags\s*:\s*(.+)$", read_text(proc / "cpuinfo"), re.MULTILINE)
+    flags = set(match[1].split()) if match else set()
     half = [name for name in ("fp16", "bf16") if any(needed <= flags for needed in NEEDED_FLAGS[name])]
     return "fp32", *half
 
@@ -165,12 +165,12 @@ def _committed_peak(start: Status, now: Status) -> int | None:
 
 
 def _set_soft_limit(limit_bytes: int) -> None:
-    """The soft RLIMIT_DATA, but never above the hard one or the soft one that this process came with."""
+    """Set the soft RLIMIT_DATA, never above the hard limit or the soft limit that this process came with."""
     import resource
 
     global _inherited_bytes
     soft_bytes, hard_bytes = resource.getrlimit(resource.RLIMIT_DATA)
     if _inherited_bytes is None:
         _inherited_bytes = soft_bytes
-    finite = [one for one in (limit_bytes, _inherited_bytes, hard_bytes) if one != resource.RLIM_INFINITY]
+    finite = [limit for limit in (limit_bytes, _inherited_bytes, hard_bytes) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_DATA, (min(finite, default=resource.RLIM_INFINITY), hard_bytes))

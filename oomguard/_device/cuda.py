@@ -1,7 +1,7 @@
 """A CUDA card as a device: its budget, the memory that this process uses there, and how a limit is enforced.
 
-What can be asked without torch (the budget, the name) is asked through NVML, so that a process that only plans needs no
-CUDA context. Where NVML does not answer, CUDA itself is asked through torch, in this process.
+Figures that do not need torch (the budget, the name) are read through NVML, so that a process that only plans needs no
+CUDA context. Where NVML does not answer, they are read from CUDA through torch, in this process.
 """
 
 import gc
@@ -137,19 +137,19 @@ class Cuda(msgspec.Struct, frozen=True):
         _torch().cuda.empty_cache()
 
     def held(self, pid: int) -> int:
-        return sum(one.used_bytes or 0 for one in self.status().holders if one.pid == pid)
+        return sum(holder.used_bytes or 0 for holder in self.status().holders if holder.pid == pid)
 
     def _all_retries(self) -> int:
         return int(_torch().cuda.memory_stats(self.index).get("num_alloc_retries", 0))
 
     def _context_bytes(self) -> int:
-        """Bytes that this process holds besides those PyTorch reserved: by NVML, by subtraction, or as is usual."""
+        """Bytes that this process holds besides those PyTorch reserved: by NVML, by subtraction, or the usual size."""
         torch, card = _torch(), self.status()
         free_bytes, total_bytes = torch.cuda.mem_get_info(self.index)
         reserved_bytes = torch.cuda.memory_reserved(self.index)
         if card.own_bytes:
             return max(0, card.own_bytes - int(reserved_bytes))
-        others_bytes = sum(one.used_bytes or 0 for one in card.others)
+        others_bytes = sum(holder.used_bytes or 0 for holder in card.others)
         found_bytes = int(total_bytes - free_bytes - reserved_bytes - others_bytes)
         usual_bytes: int = card.known.context_bytes
         return found_bytes if 0 < found_bytes <= MOST_CONTEXTS * usual_bytes else usual_bytes
@@ -162,15 +162,15 @@ _inherited: dict[int, float] = {}
 
 def built_for_cards() -> bool:
     """Whether the torch installed here is built for CUDA (or ROCm, in its place). By its version file: no import."""
-    found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
+    package = importlib.util.find_spec("torch")
+    if package is None or package.origin is None:
         return False
-    version = read_text(Path(found.origin).with_name("version.py"))
+    version = read_text(Path(package.origin).with_name("version.py"))
     return not version or re.search(r"^(cuda|hip)\b[^=\n]*=\s*['\"]", version, re.MULTILINE) is not None
 
 
 def _torch() -> Any:
-    """torch, with CUDA started: its statistics cannot be asked for before."""
+    """torch, with CUDA started: its statistics cannot be read before."""
     import torch
 
     torch.cuda.init()  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
 """The CPU's budget: the least of free RAM, every cgroup above this process, and what rlimits allow.
 
-What this process already holds is not lost to it. Its anonymous pages count as used everywhere, so they are given back
-in full. Its file pages (libraries) are cache to the kernel: MemAvailable and `inactive_file` count them as free
-already, only those among `active_file` count as used, so no more than those are given back. So at `limit_bytes`
+Memory that this process already holds is available to it. Its anonymous pages count as used everywhere, so they are
+added back in full. Its file pages (libraries) are cache to the kernel: MemAvailable and `inactive_file` count them as
+free already. Only those among `active_file` count as used, so no more than those are added back. So at `limit_bytes`
 resident, others' memory and this whole process still fit the limit together, whoever was charged for the libraries.
 Swap is not counted: training that swaps is as good as stopped.
 """
@@ -28,7 +28,7 @@ def budget(proc: Path = PROC) -> Budget:
 
 
 def cpu_quota(proc: Path = PROC) -> float | None:
-    """Processors that the cgroups (v2) of this process pay for, at most; None if none says so."""
+    """The number of processors that the cgroups (v2) of this process allow it; None without a limit."""
     shares: list[float] = []
     for version, groups in _ways_up(proc, _own(proc)):
         for group in groups if version == 2 else ():

@@ -21,7 +21,7 @@ from oomguard._estimate import cards
 SETTING = "CUDA_VISIBLE_DEVICES"
 UNKNOWN_SMS = 128
 """Multiprocessors of a card here that cards.toml does not know, from above: only from 98 on cuDNN takes its larger
-workspace for fp16 (`cudnn._persistent`), and NVML does not tell."""
+workspace for fp16 (`cudnn.is_persistent`), and NVML does not report the number."""
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +29,7 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
 
     pid: int  # its process id, as NVML numbers it
     name: str | None  # its name; None where NVML may not say
-    used_bytes: int | None  # bytes that it holds; None where NVML does not tell (Windows)
+    used_bytes: int | None  # bytes that it holds; None where NVML does not report it (Windows)
 
     def __str__(self) -> str:
         held = "some" if self.used_bytes is None else format_bytes(self.used_bytes)
@@ -74,8 +74,8 @@ class CardStatus(msgspec.Struct, frozen=True, kw_only=True):
     def budget(self, device: str, reserved_bytes: int = 0) -> Budget:
         """The budget of this process, its own context included: the card less the bytes that others hold.
 
-        `reserved_bytes` is the memory that this process surely holds, for containers that list no processes. Anything
-        it holds beyond that counts as taken: the budget is then too small, never too large.
+        `reserved_bytes` is a lower bound of what this process holds, for containers in which NVML lists no processes.
+        Anything beyond it counts as taken by others: the budget is then too small, never too large.
         """
         if self.total_bytes is None or self.free_bytes is None:
             return Budget(device=device, limits=limits.budget().limits)
@@ -135,12 +135,12 @@ def visible(setting: str | None, uuids: Sequence[str]) -> list[str]:
     chosen: list[str] = []
     kind = setting.strip()[:4]
     for entry in setting.split(","):
-        found = _named(entry.strip(), kind, uuids)
-        if found is None:
+        uuid = _named(entry.strip(), kind, uuids)
+        if uuid is None:
             break
-        if found in chosen:
+        if uuid in chosen:
             return []
-        chosen.append(found)
+        chosen.append(uuid)
     return chosen
 
 
@@ -151,15 +151,15 @@ def _named(entry: str, kind: str, uuids: Sequence[str]) -> str | None:
     if kind == "MIG-":
         return entry
     if kind == "GPU-":
-        found = [uuid for uuid in uuids if uuid.startswith(entry)]
-        return found[0] if len(found) == 1 else None
+        matching = [uuid for uuid in uuids if uuid.startswith(entry)]
+        return matching[0] if len(matching) == 1 else None
     number = re.match(r"\+?(\d+)", entry)
     return uuids[int(number[1])] if number and int(number[1]) < len(uuids) else None
 
 
 @contextmanager
 def _nvml() -> Iterator[Any]:
-    """NVML, loaded for as long as it is needed. All it can complain of becomes one message."""
+    """NVML, loaded for as long as it is needed. Each of its errors becomes a `NoNvmlError`."""
     try:
         import pynvml
     except ImportError as error:
@@ -240,7 +240,7 @@ def _capability(nvml: Any, handle: Any) -> tuple[int, int]:
 
 
 def _memory(nvml: Any, handle: Any) -> tuple[int, int] | tuple[None, None]:
-    """Total and free, without what driver and firmware keep. Drivers before 510 do not tell that apart: it is used."""
+    """Total and free bytes, without what driver and firmware keep. Drivers before 510 count that as used."""
     try:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
         return memory.total - memory.reserved, memory.free

@@ -1,7 +1,7 @@
 """Estimate: the peak of one optimizer step, as the largest of its moments, with the terms of that moment.
 
-A step is a sequence of moments: forward, the loss, the backward of each call, the optimizer. At each of them other
-things are alive; the peak is the largest sum, never a sum of everything. Estimates err, so a margin comes on top.
+A step is a sequence of moments: forward, the loss, the backward of each call, the optimizer. Different tensors are in
+use at each moment, and the peak is the moment with the largest sum. Estimates err, so a margin is added.
 
 A million candidates of one spec take less than a second: the arithmetic takes arrays for the knobs that are numbers.
 The other knobs (precision, engine, ...) have one value in a group, so candidates are sorted into groups that agree on
@@ -44,10 +44,10 @@ class Estimate:
     """The predicted peak of one candidate, whose figures are ints, or of many, whose figures are arrays.
 
     >>> import oomguard
-    >>> found = oomguard.estimate(cell="lstm", seq=10_000, device="t4")
-    >>> found.fits, found.moment, max(found.terms, key=found.terms.get)
+    >>> estimate = oomguard.estimate(cell="lstm", seq=10_000, device="t4")
+    >>> estimate.fits, estimate.moment, max(estimate.terms, key=estimate.terms.get)
     (True, 'backward of the layers', 'activations')
-    >>> found.total_bytes == sum(found.terms.values())
+    >>> estimate.total_bytes == sum(estimate.terms.values())
     True
     """
 
@@ -84,7 +84,7 @@ class Estimate:
 
     @property
     def runs(self) -> Flag:
-        """Whether the engine takes so many steps in one call: cuDNN refuses more than 65,535, whatever the memory."""
+        """Whether the engine can run the steps of one call: cuDNN refuses more than 65,535, whatever the memory."""
         return (self.engine != "cudnn") | (self.steps <= cudnn.MAX_STEPS)
 
     @property
@@ -101,11 +101,7 @@ class Estimate:
 
 
 def estimate_step(spec: Spec, candidate: Knobs, target: Target = CPU, *, training: bool = True) -> Estimate:
-    """Estimate one optimizer step or, with `training=False`, one evaluation pass without gradients.
-
-    >>> estimate_step(Spec(cell="lstm", seq=1000), Candidate(microbatch=32)).moment
-    'backward of layer 2'
-    """
+    """Estimate one optimizer step or, with `training=False`, one evaluation pass without gradients."""
     step, moments = step_moments(spec, candidate, target, training=training)
     totals: dict[str, Count] = {name: sum(parts.values()) for name, parts in moments.items()}
     terms_of_peak, moment = _largest(moments, totals)
@@ -196,13 +192,13 @@ def estimate_batch(spec: Spec, candidates: Candidates, target: Target, *, traini
     figures, terms, moments = dict[str, Any](), dict[str, Any](), dict[str, Any]()
     moment, engine = np.empty(length, dtype=_NAME), np.empty(length, dtype=_NAME)
     for rows, group in _groups(spec, candidates):
-        found = estimate_step(spec, group, target, training=training)
-        own = {name: getattr(found, name) for name in _FIGURES if getattr(found, name) is not None}
-        own["margin_bytes"] = margin_bytes(spec, found, target)
-        for columns, values in ((figures, own), (terms, found.terms), (moments, found.moments)):
+        estimate = estimate_step(spec, group, target, training=training)
+        own = {name: getattr(estimate, name) for name in _FIGURES if getattr(estimate, name) is not None}
+        own["margin_bytes"] = margin_bytes(spec, estimate, target)
+        for columns, values in ((figures, own), (terms, estimate.terms), (moments, estimate.moments)):
             for name, value in values.items():  # a moment that a group does not have stays 0
                 columns.setdefault(name, np.zeros(length, dtype=np.int64))[rows] = value
-        moment[rows], engine[rows] = found.moment, found.engine
+        moment[rows], engine[rows] = estimate.moment, estimate.engine
     return Estimate(
         **figures,
         terms=terms,
@@ -242,11 +238,11 @@ def _key(spec: Spec, candidates: Candidates) -> Ints:
 def _pick(candidates: Candidates, rows: Ints) -> Candidates:
     knobs = candidates.knobs
     for name, values in candidates.arrays.items():
-        some = values[rows]
-        if some.dtype.kind in "iu":
-            knobs[name] = some
+        chosen = values[rows]
+        if chosen.dtype.kind in "iu":
+            knobs[name] = chosen
         elif name in _NUMERIC:
-            knobs[name] = None if some[0] is None else some.astype(np.int64)
+            knobs[name] = None if chosen[0] is None else chosen.astype(np.int64)
         else:
-            knobs[name] = some[:1].tolist()[0]
+            knobs[name] = chosen[:1].tolist()[0]
     return Candidates(**knobs)

@@ -83,9 +83,5 @@ def minimum(first: Count, second: Count) -> Count:
 
 
 def round_up(size: Count, multiple: int) -> Count:
-    """The next multiple of a power of two. A mask, because arrays of a million rows are rounded often.
-
-    >>> round_up(1000, 16), round_up(1008, 16)
-    (1008, 1008)
-    """
+    """The next multiple of a power of two. A mask, because arrays of a million rows are rounded often."""
     return (size + (multiple - 1)) & -multiple

@@ -84,9 +84,6 @@ def card_precisions(capability: tuple[int, int]) -> tuple[str, ...]:
 
     bf16 needs sm 8.0. fp16 is offered from sm 7.0 on, the first with tensor cores: older cards compute in it, but
     some of them (sm 6.1) much more slowly than in fp32.
-
-    >>> card_precisions((8, 0)), card_precisions((7, 5)), card_precisions((6, 1))
-    (('fp32', 'bf16', 'fp16'), ('fp32', 'fp16'), ('fp32',))
     """
     return "fp32", *(name for name, least in (("bf16", (8, 0)), ("fp16", (7, 0))) if capability >= least)
 
@@ -98,11 +95,11 @@ def _index() -> tuple[dict[str, Card], dict[str, str]]:
     cards: dict[str, Card] = {}
     aliases: dict[str, str] = {}
     for row in content["table"]["cards"]:
-        found = _card(row, content["documents"][row["capability"]])
-        cards[found.name] = found
-        aliases |= dict.fromkeys(row.get("aliases", []), found.name)
-    for found in sorted(cards.values(), key=lambda card: card.memory_bytes):
-        aliases.setdefault(re.sub(r"-\d+gb$", "", found.name), found.name)
+        entry = _card(row, content["documents"][row["capability"]])
+        cards[entry.name] = entry
+        aliases |= dict.fromkeys(row.get("aliases", []), entry.name)
+    for entry in sorted(cards.values(), key=lambda card: card.memory_bytes):
+        aliases.setdefault(re.sub(r"-\d+gb$", "", entry.name), entry.name)
     return cards, {alias: name for alias, name in aliases.items() if alias not in cards}
 
 
@@ -127,11 +124,7 @@ def names() -> tuple[str, ...]:
 
 
 def card(name: str) -> Card:
-    """The card of that name: our key, CUDA's own name, or what people type.
-
-    >>> card("NVIDIA GeForce RTX 4090").name, card("a100").name, card("A100-SXM4-80GB").name, card("3080ti").name
-    ('rtx-4090', 'a100-40gb', 'a100-80gb', 'rtx-3080-ti')
-    """
+    """The card with this name: a key of cards.toml, CUDA's own name, or what people type."""
     cards, aliases = _index()
     key = _normal(name)
     plain = re.sub(r"-(sxm\d?|pcie|hbm\d?e?)(?=-|$)", "", key)
@@ -139,13 +132,13 @@ def card(name: str) -> Card:
         if form in cards or form in aliases:
             return cards[aliases.get(form, form)]
         stem, _, gib = form.removesuffix("gb").rpartition("-")  # rtx-4090-24gb: right, but more than the key says
-        found = cards.get(aliases.get(stem, stem))
-        if form.endswith("gb") and found is not None and gib == str(found.memory_bytes // GIB):
-            return found
+        known = cards.get(aliases.get(stem, stem))
+        if form.endswith("gb") and known is not None and gib == str(known.memory_bytes // GIB):
+            return known
     import difflib  # only for the message
 
     near = difflib.get_close_matches(key, [*cards, *aliases], n=9, cutoff=0.0)
-    first, second, third = list(dict.fromkeys(aliases.get(one, one) for one in near))[:3]
+    first, second, third = list(dict.fromkeys(aliases.get(match, match) for match in near))[:3]
     raise MisuseError(
         rule="--device must be cpu, cuda or a card that oomguard knows",
         got=f"got {name!r}",

@@ -7,16 +7,12 @@ On CUDA, a tensor gets a *block*, cut from a *segment* that came from cudaMalloc
 card shows the *reserved* bytes (all segments), while `torch.cuda.max_memory_allocated` shows the blocks in use.
 """
 
-from typing import Any
-
-import numpy as np
-
 from oomguard._estimate.call import Count, Flag, round_up
 
 THRESHOLD_BYTES = {"tight": 65_536, "fast native": 4 << 20, "fast onednn": 32 << 20, "system": 32 << 20, "cuda": 0}
 """Bytes from which a block gets pages of its own, by heap (on CUDA there is none). `tight` gives back what it can.
 `fast` keeps what an engine frees and asks for again: all that a step of PyTorch's own kernels needs, and little that is
-larger; for oneDNN, which needs blocks of a whole segment, as much as glibc can be told to. `system`: glibc raises its
+larger; for oneDNN, which needs blocks of a whole segment, as much as glibc can be set to. `system`: glibc raises its
 threshold to what was freed, up to that (DEFAULT_MMAP_THRESHOLD_MAX, malloc.c, glibc 2.36)."""
 
 
@@ -45,32 +41,21 @@ LARGE_SEGMENT_BYTES = 20 << 20  # c10/cuda/CUDACachingAllocator.cpp, kLargeBuffe
 ROUND_LARGE_BYTES = 2 << 20  # c10/core/AllocatorConfig.h, kRoundLarge, torch 2.13
 
 
-def heap_of(allocator: str | None, engine: str | None) -> str:
-    """The heap of a process on the CPU, as the tables name it: `tight` unless the candidate names another.
+def default_allocator(device: str) -> str:
+    """The allocator setting of a candidate that names none."""
+    return "tight" if device == "cpu" else "system"
 
-    >>> [heap_of(name, "native") for name in ("system", "fast", "expandable", None)]
-    ['system', 'fast native', 'tight', 'tight']
-    """
+
+def heap_of(allocator: str | None, engine: str | None) -> str:
+    """The heap of a process on the CPU, as the tables name it: `tight` unless the candidate names another."""
     if allocator == "fast":
         return "fast onednn" if engine == "onednn" else "fast native"
-    return "system" if allocator == "system" else "tight"
+    return "system" if allocator == "system" else default_allocator("cpu")
 
 
 def in_heap(block: Count, heap: str) -> Flag:
-    """Whether a block of so many bytes lives in the heap."""
+    """Whether a block of this size lives in the heap."""
     return block < THRESHOLD_BYTES[heap]
-
-
-def in_heap_of(block: Any, allocators: Any, engines: Any) -> Any:
-    """Whether a block lives in the heap on the CPU, for columns of allocators (None: the default) and engines.
-
-    >>> in_heap_of(8 << 20, np.array(["tight", "fast", "fast", None]), ["onednn", "native", "onednn", ""]).tolist()
-    [False, False, True, False]
-    """
-    names, engines = np.asarray(allocators, dtype=object), np.asarray(engines)
-    fast = np.where(engines == "onednn", THRESHOLD_BYTES["fast onednn"], THRESHOLD_BYTES["fast native"])
-    others = np.where(names == "system", THRESHOLD_BYTES["system"], THRESHOLD_BYTES["tight"])
-    return np.asarray(block) < np.where(names == "fast", fast, others)
 
 
 def mapped_bytes(block: Count) -> Count:
@@ -83,9 +68,6 @@ def block_bytes(size: Count) -> Count:
 
     A block may be larger: the allocator does not split off a rest of at most 1 MiB from a segment over 1 MiB. That
     costs at most 1 MiB for each block over 1 MiB.
-
-    >>> block_bytes(1), block_bytes(512), block_bytes(513)
-    (512, 512, 1024)
     """
     return round_up(size, MIN_BLOCK_BYTES)
 

@@ -74,11 +74,7 @@ def group(*kind: str | bool) -> tuple[Residual, ...]:
 
 
 def quantile(errors: Iterable[float], risk: float) -> float:
-    """The bound that a further error exceeds with that probability (split conformal); the largest if there are few.
-
-    >>> quantile(range(100), 0.05), quantile([3, 1], 0.05)
-    (95, 3)
-    """
+    """The bound that a further error exceeds with that probability (split conformal); the largest if there are few."""
     ordered = sorted(errors)
     return ordered[min(len(ordered), math.ceil((len(ordered) + 1) * (1 - risk))) - 1]
 

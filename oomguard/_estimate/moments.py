@@ -11,7 +11,7 @@ TERMS = ("runtime", "weights", "gradients", "optimizer", "activations", "workspa
 MATH_BUFFER_BYTES = 3_400_000
 """Buffers that the CPU's matrix library keeps after its first large product (measured: 3.3 to 3.5 MB, one thread)."""
 HEAP_PERCENT = {"rnn": 170, "gru": 115, "lstm": 115, "equal": 170, "segments": 20}
-"""What glibc's own heap grows to, in percent of the bytes in use there: with PyTorch's own kernels (`rnn` to `lstm`);
+"""Size of glibc's own heap, in percent of the bytes in use there: with PyTorch's own kernels (`rnn` to `lstm`);
 for logits and, in segments, the gradients of head and embedding (`equal`). In segments it grows by that much more.
 memalign cannot use a hole of just the size that it is asked for (glibc before 2.38), and of two equal blocks a vanilla
 RNN frees one. (Second steps of rows `tune` of benchmarks/results/system_peaks.csv: 1.3 to 2.2 for 14 RNNs, 1.1 to 1.4
@@ -30,11 +30,11 @@ def training_moments(step: Pass, kept: Pass) -> Moments:
     standing = _standing(step) | {"gradients": where(_held(step), _all_gradients(step), 0)}
     kept_bytes = _activations(kept, last) + passes.between_bytes(kept, last) + _gathered(step, kept)
     loss, gradient = terms.logits_bytes(spec, _predictions(step), step.element_bytes)
-    found: Moments = {"forward": {"activations": kept_bytes, "workspace": step.footprints[-1].forward}}
+    moments: Moments = {"forward": {"activations": kept_bytes, "workspace": step.footprints[-1].forward}}
     if step.first_trained:
-        found["forward of the frozen layers"] = _frozen(step)
-    found["loss"] = {"activations": kept_bytes, "logits": loss}
-    found["backward of the head"] = {
+        moments["forward of the frozen layers"] = _frozen(step)
+    moments["loss"] = {"activations": kept_bytes, "logits": loss}
+    moments["backward of the head"] = {
         "gradients": terms.gradients_bytes(spec)["embedding" if spec.tied else "head"],
         "activations": kept_bytes + step.width_bytes,
         "logits": gradient,
@@ -42,14 +42,14 @@ def training_moments(step: Pass, kept: Pass) -> Moments:
     # between the second and the last layer every figure is linear in the layer: the ends tell the peak
     first = step.first_trained
     for layer in sorted({index for index in (first, first + 1, last) if first <= index <= last}):
-        found[f"backward of {_name(step, layer)}"] = _backward(step, kept, layer)
+        moments[f"backward of {_name(step, layer)}"] = _backward(step, kept, layer)
     if spec.vocab is not None and "embedding" not in spec.frozen:
-        found["backward of the embedding"] = _embedding(step)
+        moments["backward of the embedding"] = _embedding(step)
     update = {"optimizer": _optimizer(step)}
-    return _plus(standing, found) | _plus(standing | {"input": 0}, update)  # by then the microbatch is gone
+    return _plus(standing, moments) | _plus(standing | {"input": 0}, update)  # by then the microbatch is gone
 
 
-def in_system_heap(step: Pass, kept: Pass, found: Moments) -> Moments:
+def in_system_heap(step: Pass, kept: Pass, moments: Moments) -> Moments:
     """The moments of a second or later step with glibc's own thresholds, with all that its heap keeps.
 
     Freed blocks stay resident in the heap, so its high-water mark and the mapped blocks of any moment add up.
@@ -58,7 +58,7 @@ def in_system_heap(step: Pass, kept: Pass, found: Moments) -> Moments:
     percent = percent + where(step.pieces > 1, HEAP_PERCENT["segments"], 0)
     of_parts, heaps, grown = terms.gradients_bytes(step.spec), Terms(), Terms()
     ends = of_parts["head"] + of_parts.get("embedding", 0)
-    for name, parts in found.items():
+    for name, parts in moments.items():
         heaps[name] = parts["activations"] + parts["workspace"] + parts["logits"] + parts["gradients"]
         if name != "optimizer":  # the update finds room in what backward has freed
             mapped, logits = _mapped_bytes(step, kept, parts)
@@ -69,7 +69,7 @@ def in_system_heap(step: Pass, kept: Pass, found: Moments) -> Moments:
     high: Count = maximum(*grown.values())
     # a byte less where another moment sets the mark, so that reports name that one as the peak
     spare = {name: maximum(high - heap - where(grown.get(name, 0) < high, 1, 0), 0) for name, heap in heaps.items()}
-    return {name: parts | {"workspace": parts["workspace"] + spare[name]} for name, parts in found.items()}
+    return {name: parts | {"workspace": parts["workspace"] + spare[name]} for name, parts in moments.items()}
 
 
 def _mapped_bytes(step: Pass, kept: Pass, parts: Terms) -> tuple[Count, Count]:
@@ -111,13 +111,13 @@ def evaluation_moments(step: Pass) -> Moments:
 
     The optimizer's state counts: evaluation comes between training steps.
     """
-    found: Moments = {}
+    moments: Moments = {}
     for index in sorted({0, len(step.calls) - 1}):
         reads = passes.entry_bytes(step) if index == 0 else step.element_bytes * step.tokens * step.calls[index].inputs
         more = {"activations": reads + step.width_bytes, "workspace": step.footprints[index].inference}
-        found[f"forward of {_name(step, index)}"] = more
-    found["loss"] = {"activations": step.width_bytes, "logits": 8 * _predictions(step) * step.spec.classes}
-    return _plus(_standing(step), found)
+        moments[f"forward of {_name(step, index)}"] = more
+    moments["loss"] = {"activations": step.width_bytes, "logits": 8 * _predictions(step) * step.spec.classes}
+    return _plus(_standing(step), moments)
 
 
 def _standing(step: Pass) -> Terms:

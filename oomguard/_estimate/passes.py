@@ -60,7 +60,7 @@ def piece_steps(spec: Spec, candidate: Knobs) -> Count:
 
 
 def make_pass(spec: Spec, candidate: Knobs, target: Target, *, steps: Count) -> Pass:
-    """The pass over a piece of so many steps."""
+    """The pass over a piece of `steps` time steps."""
     engine = engine_for(spec, candidate, target)
     tokens = steps * candidate.microbatch
     if target.cuda:  # the CPU computes the padding too, which is faster (model.py)
@@ -160,11 +160,7 @@ def border_bytes(step: Pass) -> Count:
 
 
 def borders_kept(pieces: Count, levels: Count) -> Count:
-    """Border states alive at once: all but one with one level; with k about `k x pieces ** (1 / k)`.
-
-    >>> [borders_kept(100, levels) for levels in (1, 2, 3)]
-    [99, 18, 12]
-    """
+    """Border states alive at once: all but one with one level; with k about `k x pieces ** (1 / k)`."""
     one, two, three = (_borders_on(number, pieces) for number in (1, 2, 3))
     return where(levels == 1, one, where(levels == 2, two, three))
 

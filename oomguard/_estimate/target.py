@@ -43,12 +43,9 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def resident_within(committed_bytes: int) -> int:
-    """Resident bytes that a training process on the CPU surely reaches within so many committed ones (an rlimit).
+    """Resident bytes that a training process on the CPU can reach under a limit of committed bytes (an rlimit).
 
     The runtime commits about what it has resident (295 of 315 MiB, one thread); growth commits up to 2.8 times.
-
-    >>> resident_within(CPU_RUNTIME_BYTES + 280) - CPU_RUNTIME_BYTES
-    100
     """
     growth_bytes = max(0, committed_bytes - CPU_RUNTIME_BYTES) * 10 // COMMITTED_TENTHS
     return min(committed_bytes, CPU_RUNTIME_BYTES) + growth_bytes

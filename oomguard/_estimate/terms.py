@@ -43,7 +43,7 @@ def parameters(spec: Spec) -> dict[str, list[Shape]]:
 
 
 def elements(shapes: list[Shape]) -> int:
-    """Numbers in so many tensors."""
+    """The number of elements of all tensors with these shapes."""
     return sum(math.prod(shape) for shape in shapes)
 
 
@@ -129,7 +129,7 @@ def longest_tokens(spec: Spec, microbatch: Count) -> Count:
     counts = np.array([min(spec.lengths[int(length)], MAX_BATCH) for length in lengths])  # more make no difference
     sequences, tokens = np.cumsum(counts), np.cumsum(counts * lengths)
     rank = np.minimum(np.searchsorted(sequences, microbatch), len(lengths) - 1)
-    missing = sequences[rank] - microbatch  # negative if there are not so many: then the shortest are repeated
+    missing = sequences[rank] - microbatch  # negative if there are too few sequences: then the shortest are repeated
     total = tokens[rank] - missing * lengths[rank]
     return total if isinstance(microbatch, np.ndarray) else int(total)
 

@@ -58,9 +58,9 @@ class Guard:
 
     An attempt that runs out of memory ends without an error, and `attempts` yields another one, a rung lower: its
     pieces are smaller, `optimizer.zero_grad` was called (without an optimizer, clear the gradients yourself at the
-    start of the attempt), and the random numbers of PyTorch, Python and NumPy repeat. On the last rung, `attempts` yields one more attempt
-    after memory was released, then raises `GuardError`. Put the forward and backward pass into a function, as above:
-    variables of the loop itself, and their memory, stay alive during the next attempt.
+    start of the attempt), and the random numbers of PyTorch, Python and NumPy repeat. On the last rung, `attempts`
+    yields one more attempt after memory was released, then raises `GuardError`. Put the forward and backward pass into
+    a function, as above: variables of the loop itself, and their memory, stay alive during the next attempt.
 
     `split` alone only sizes the pieces: it takes an attempt to run a batch again.
     """
@@ -211,8 +211,9 @@ class Guard:
         memory, last = self._memory(), self.candidate
         if self.rung + 1 >= len(self.ladder):
             self.tell("bottom", reason, **figures, **memory)
+            of_plan = "" if self.plan is None else " of the plan"
             raise GuardError(
-                rule=f"The last rung (microbatch {last.microbatch}, {last.segments} segments) must fit",
+                rule=f"The last rung{of_plan} (microbatch {last.microbatch}, {last.segments} segments) must fit",
                 got=f"memory ran out with {format_bytes(memory['now_bytes'])} in use and a limit of "
                 f"{format_bytes(memory['free_bytes'])} ({reason})",
                 advice="Free memory and continue with --resume, or make a plan for a smaller budget.",

@@ -33,25 +33,25 @@ NEAR = 8  # a hidden size just above a cliff is at most one part in 8 above it
 NATIVE_TIME = 1.3  # time of a native LSTM in units of oneDNN's, torch 2.13 on a 2-core CPU, T = 500, B = 16
 FAMILIES = (("sgd-momentum", "sgd"), ("adam", "adamw", "rmsprop", "adagrad", "adafactor", "adam8bit"))
 """Optimizers that can replace one another."""
-MOST = 0.9  # share of the budget from which on the runtime alone fills it
+MOST = 0.9  # from this share of the budget on, the runtime alone is what does not fit
 WORTH_STEPS = 16  # shorter sequences than this are not advised
 
 
 class Cost(IntEnum):
-    """The cost of a change: none, since it is unavoidable; none; time; another or a less exact training."""
+    """The cost of a change, the lowest first. MUST: it cannot run without the change. TRAINING: results differ."""
 
     MUST, NOTHING, TIME, TRAINING = range(4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A change in a sentence, and what would then be needed."""
+    """A change in one sentence, and the prediction after it."""
 
     text: str
     need: Prediction
     cost: Cost
     fields: dict[str, Any] = field(default_factory=dict)
-    """The new fields of the spec and the new knobs. Without any, the change is named whatever it saves."""
+    """The new fields of the spec and the new knobs. Without any, the change is named even if it saves nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,10 +125,7 @@ def in_flags(**fields: Any) -> str:
 
 def advise(spec: Spec, estimate: Estimate, target: Target) -> list[str]:
     """At most three changes: unavoidable ones, then those that make it fit (the cheapest first) or save most."""
-    if isinstance(estimate.candidate, Candidates):
-        raise MisuseError(
-            rule="Advice is about one candidate", got="got an array of them", advice="Estimate one of them, [i], again."
-        )
+    assert isinstance(estimate.candidate, Candidate)
     case = Case(spec=spec, estimate=estimate, candidate=estimate.candidate, target=target)
 
     def order(change: Change) -> tuple[object, ...]:

@@ -19,16 +19,13 @@ MOST_LENGTHS = 256  # distinct lengths among which borders are looked for
 WORTH = 0.01  # a further bucket must save this share of all tokens
 ALIKE = 0.02  # times that differ by no more than this share are taken for equal
 
-Some = Annotated[int, msgspec.Meta(ge=1, le=1 << 60)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 60)]
 
 
 def cut(lengths: dict[int, int], most: int = MOST_BUCKETS) -> list[dict[int, int]]:
     """The histogram in at most `most` parts, so that padding each sequence to the longest of its part costs least.
 
     Exact, by dynamic programming; a part that saves less than 1 % of the tokens is not made.
-
-    >>> [max(part) for part in cut({10: 100, 11: 100, 100: 10, 101: 1})]
-    [11, 101]
     """
     values = sorted(lengths)
     if len(values) > MOST_LENGTHS:  # borders may lie at some of them, and at the longest
@@ -66,26 +63,22 @@ def padded_tokens(lengths: dict[int, int], microbatch: int) -> float:
 
 
 def padded_share(lengths: dict[int, int], padded: float) -> float:
-    """The share of padding in so many padded tokens of these sequences.
-
-    >>> round(padded_share({100: 1, 300: 1}, padded_tokens({100: 1, 300: 1}, 2)), 3)
-    0.2
-    """
+    """The share of padding, if these sequences have `padded` tokens after padding."""
     real = sum(length * count for length, count in lengths.items())
     return max(0.0, 1 - real / padded)  # sums of powers round: without padding it may come out a little below 0
 
 
 class Bucket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How sequences up to some length are run."""
+    """The candidate for sequences of similar length."""
 
-    longest: Some
+    longest: Positive
     """Steps of the longest sequence in the bucket."""
-    sequences: Some
+    sequences: Positive
     """Sequences of the data in the bucket."""
     candidate: Candidate
     """Its microbatch and segments, in the setting of the plan's candidate."""
     expected: Prediction
-    """What the bucket is expected to need; the time is that of a step of the whole batch from this bucket."""
+    """The prediction for the bucket. Its time is that of a step whose whole batch is from this bucket."""
 
 
 def make_buckets(problem: Problem, records: Sequence[Record], chosen: Candidate, *, timed: bool = True) -> list[Bucket]:

@@ -36,7 +36,7 @@ SAMPLERS = ("auto", "gp", "tpe", "random")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What a plan is asked for. Checked when it is made."""
+    """The question that a plan answers. Its fields are checked when it is made."""
 
     spec: Spec
     devices: tuple[str, ...] = ("cpu",)  # each gets a worker, and they must be of one kind
@@ -48,7 +48,7 @@ class Question:
     ledger: str | None = None  # a directory from which the search can be continued
     storage: str | None = None  # a storage of Optuna's, in which several machines can search together
     sampler: str = "auto"
-    """Who chooses the probes: `auto`, or one of Optuna's samplers for comparison: `gp`, `tpe`, `random`."""
+    """The sampler that chooses the probes: `auto` is ours; `gp`, `tpe` and `random` are Optuna's, for comparison."""
     open_batch: bool = False  # whether the batch is to be as large as fits in one pass, whatever the spec says
 
     def __post_init__(self) -> None:
@@ -142,7 +142,7 @@ def make_environment(target: Target, device: Device | None, budget: Budget, libr
 
 
 def _unreachable_batch(problem: Problem) -> int:
-    """A batch that surely does not fit in one pass: a power of two, at least twice what fits by arithmetic.
+    """A batch that is too large for one pass: a power of two, at least twice what fits by arithmetic.
 
     A continued search finds the same one, though a little more or less memory is free.
     """
@@ -220,10 +220,10 @@ def _search(
 
 def _study_name(question: Question, title: str) -> str:
     """The name of a question's study: the same for the same question on the same kind of device."""
-    asked: list[object] = [question.spec, title, question.budget_bytes, question.maximize, question.allow]
-    asked.append(KNOBS["allocator"].field.choices)  # Optuna refuses other choices of a parameter in one study
-    asked += [question.fixed, "open batch"] if question.open_batch else [question.fixed]
-    content = msgspec.json.encode(msgspec.to_builtins(asked, str_keys=True), order="deterministic")
+    parts: list[object] = [question.spec, title, question.budget_bytes, question.maximize, question.allow]
+    parts.append(KNOBS["allocator"].field.choices)  # Optuna refuses other choices of a parameter in one study
+    parts += [question.fixed, "open batch"] if question.open_batch else [question.fixed]
+    content = msgspec.json.encode(msgspec.to_builtins(parts, str_keys=True), order="deterministic")
     return f"{question.spec.cell}-{question.spec.steps}-{hashlib.sha256(content).hexdigest()[:12]}"
 
 

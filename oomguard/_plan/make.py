@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from oomguard._core.units import MIB
 from oomguard._estimate.breakdown import estimate_step
 from oomguard._plan.buckets import cut, make_buckets, padded_share, padded_tokens
-from oomguard._plan.front import pareto_front
 from oomguard._plan.value import Calibrated, Environment, LossyGain, Padding, Plain, Plan, Point, Rung, figures
 from oomguard._predict.calibration import Calibration
 from oomguard._probe.record import Record
@@ -21,7 +21,7 @@ from oomguard._search.space import Problem
 from oomguard._spec.candidate import Candidate, make_candidate
 from oomguard._spec.spec import Spec
 
-ENOUGH = 0.98  # share of the largest speed or size that is as good as all of it
+ENOUGH = 0.98  # a speed or size of at least this share of the largest counts as equal to it
 FRONT_POINTS = 8  # sequence lengths of a front, at most
 SMALLER, LEAST_BYTES = 0.75, 4 * MIB
 """Growth of a fallback over the runtime, as a share of that of the fallback before it; and the least difference."""
@@ -99,7 +99,7 @@ def best(problem: Problem, records: Sequence[Record]) -> tuple[CandidateTable, i
     if row is None:
         return table, None
     sizes = sizes_of(table, aim)
-    # of what is as large to within 2 %, something that ran; of that the largest, then the fastest
+    # among rows within 2 % of the largest: those that ran, then the largest, then the fastest
     near = table.eligible & (sizes >= ENOUGH * sizes[row])
     ran = near & (table.longest == table.longest[near].max())
     return table, int(np.lexsort((table.expected.seconds_per_step, -sizes, ~ran))[0])
@@ -192,11 +192,7 @@ def _by_length(problem: Problem, records: Sequence[Record], chosen: Candidate, *
 
 
 def differing(candidate: Candidate, other: Candidate, knobs: tuple[str, ...]) -> list[str]:
-    """The knobs in which two candidates differ.
-
-    >>> differing(Candidate(microbatch=8), Candidate(microbatch=8, threads=2), BUCKETS_KEEP)
-    ['threads']
-    """
+    """The knobs in which two candidates differ."""
     return [name for name in knobs if getattr(candidate, name) != getattr(other, name)]
 
 
@@ -250,3 +246,21 @@ def _front_rows(table: CandidateTable, maximize: tuple[str, ...]) -> list[int]:
     sizes = table.microbatches
     seconds[chosen] = 0.0
     return [int(np.argmin(np.where(sizes == size, seconds, np.inf))) for size in np.unique(sizes[table.eligible])]
+
+
+def pareto_front(*columns: ArrayLike) -> NDArray[np.bool_]:
+    """Where the points of the Pareto front are; every column is to be as small as possible.
+
+    A point is on the front unless another one is at most as large in all columns and smaller in one. Two columns take
+    the time of sorting them, more columns that time times the length of the front.
+    """
+    points = np.column_stack([np.asarray(column, dtype=float) for column in columns])
+    points, inverse = np.unique(points, axis=0, return_inverse=True)  # sorted: no point is beaten by a later one
+    front, left = np.zeros(len(points), dtype=bool), np.arange(len(points))
+    if len(columns) == 2:
+        lowest = np.minimum.accumulate(points[:, 1])
+        front, left = np.r_[True, lowest[1:] < lowest[:-1]][: len(points)], left[:0]
+    while left.size:
+        front[left[0]] = True
+        left = left[np.less(points[left], points[left[0]]).any(axis=1)]
+    return front[inverse.ravel()]

@@ -114,11 +114,11 @@ def contradictions(plan: Plan | TaskPlan) -> Iterator[str]:
         yield from _exports(plan)
         yield from _task(plan)
         return
-    for check in (_asked, _rungs, _sizes, _buckets, _evidence, _exports):
+    for check in (_device_and_fixed, _rungs, _sizes, _buckets, _evidence, _exports):
         yield from check(plan)
 
 
-def _asked(plan: Plan) -> Iterator[str]:
+def _device_and_fixed(plan: Plan) -> Iterator[str]:
     if plan.where.device != plan.environment.device:
         yield "where.device is not environment.device"
     if plan.where.cuda == (plan.where.device == "cpu"):

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from oomguard._estimate.target import Target
-from oomguard._plan.buckets import Some
+from oomguard._plan.buckets import Positive
 from oomguard._plan.value import Amount, Environment, Figures
 from oomguard._predict.calibration import Prediction, Size
 from oomguard._probe.record import TaskRecord
@@ -46,9 +46,9 @@ class TaskPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The version of this format."""
     task: Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
     """The name of the task, or of the function that builds its model. A plan contains no code."""
-    batch: Some
+    batch: Positive
     """Rows of a batch. With `maximize` batch, the largest that fits in one pass."""
-    seq: Some | None = None
+    seq: Positive | None = None
     """Time steps of the batches; None: the longest samples of the task's data."""
     candidate: Candidate
     """The chosen candidate."""
@@ -74,7 +74,7 @@ class TaskPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Smaller microbatches, down to one row."""
     plain_bytes: Size
     """The predicted peak of the whole batch in one pass, without segments."""
-    evaluation_rows: Some | None = None
+    evaluation_rows: Positive | None = None
     """The largest microbatch of an evaluation, without gradients, by a trace; None if none is known to fit."""
     layout: tuple[Part, ...] = ()
     """Where a batch holds its rows; empty if its parts do not tell."""

@@ -9,7 +9,7 @@ from oomguard._core.units import MAX_BYTES, format_bytes
 from oomguard._device.budget import Limit
 from oomguard._estimate.breakdown import Estimate
 from oomguard._estimate.target import Target
-from oomguard._plan.buckets import Bucket, Some
+from oomguard._plan.buckets import Bucket, Positive
 from oomguard._predict.calibration import Prediction, Size
 from oomguard._probe.record import Probed, Record
 from oomguard._spec.candidate import Candidate, renew
@@ -64,7 +64,7 @@ class Padding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A point of the front: nothing that fits is better in one aim without being worse in another."""
 
-    seq: Some  # steps of the sequences
+    seq: Positive  # steps of the sequences
     candidate: Candidate
     expected: Prediction
     throughput: Amount  # sequences of that length per second
@@ -101,7 +101,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     system: str  # operating system and C library
     device: str  # the device as `--device` takes it
     title: str  # the processor's or the card's name
-    cores: Some  # processors that the process may use
+    cores: Positive  # processors that the process may use
     limits: tuple[Limit, ...]  # everything that limits memory there, as it was when the plan was made
 
 
@@ -158,8 +158,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     plain: Plain
     """PyTorch without oomguard, for comparison."""
     bought: tuple[LossyGain, ...] = ()
-    """The gain by each lossy knob that is turned."""
-    enough_rows: Some | None = None
+    """The gain by each lossy knob that the plan uses."""
+    enough_rows: Positive | None = None
     """The microbatch beyond which the speed grows by less than 2 %."""
     buckets: tuple[Bucket, ...] = ()
     """How each length bucket is run, if the spec has a histogram of lengths."""

@@ -40,8 +40,10 @@ class Fit:
 
     def at(self, places: Floats) -> tuple[Floats, Floats]:
         """The expected values of some rows, and their standard deviations (noise not included)."""
-        variance = self.between(places, places)
-        return self._shared(places) @ self._weights, np.sqrt(np.maximum(variance, 0.0))
+        shared = self._shared(places)
+        prior = sum(term.deviation**2 for term in self.terms)
+        variance = prior - np.sum((shared @ self._inverse) * shared, axis=1)
+        return shared @ self._weights, np.sqrt(np.maximum(variance, 0.0))
 
     def between(self, places: Floats, others: Floats) -> Floats:
         """The covariance of the value of each row with that of another, given the data."""

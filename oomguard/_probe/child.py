@@ -1,11 +1,11 @@
 """The child process of probes: it serves one request after the other until its parent ends.
 
-Requests are JSON lines on stdin, answers JSON lines on what was stdout when it started; prints go to stderr. It ends
-with its parent, however that ends: a thread waits for the end of stdin, and the kernel is asked to see to it as well.
+Requests are JSON lines on stdin. Answers are JSON lines on the original stdout; prints go to stderr. The child ends
+with its parent, however that ends: a thread waits for the end of stdin, and the kernel is told to kill the child.
 
-Each probe runs in a thread of its own. The C library keeps freed blocks for each thread, here and there in the heap;
-they go with the thread, and the next probe finds the heap as a new process has it. In one thread, what ran before
-raised a GRU's peak by up to 2 %.
+Each probe runs in a thread of its own. The C library caches freed blocks for each thread, scattered over the heap. The
+cache ends with the thread, so the next probe finds the heap of a new process. In a single thread, earlier probes raised
+the peak of a GRU by up to 2 %.
 """
 
 import ctypes
@@ -58,7 +58,7 @@ def main(parent: int, tied: bool) -> None:
     os.dup2(2, 1)  # nothing that anything prints can come between the answers
     if tied and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it went before that was set
+    if os.getppid() != parent:  # the parent ended before that was set
         os._exit(1)
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.stack_size(LISTENER_BYTES)
@@ -88,7 +88,7 @@ class Server:
     """Answers requests, and remembers the memory of the new process."""
 
     def __init__(self) -> None:
-        import torch  # slow: only once the child's own affairs are in order
+        import torch  # slow, so it comes after the listening thread has started
 
         self.threads = torch.get_num_threads()
         self.base_bytes: int | None = None
@@ -103,12 +103,12 @@ class Server:
             return _failed(error)
 
     def _probe(self, request: AnyRequest, device: Device) -> Answer:
-        found: list[Answer] = []
-        thread = threading.Thread(target=lambda: found.append(self._attempt(request, device)))
+        answers: list[Answer] = []
+        thread = threading.Thread(target=lambda: answers.append(self._attempt(request, device)))
         thread.start()
         _await_end(thread)
         # from here on all frames of the probe are gone, and with them their tensors
-        answer = found.pop()
+        answer = answers.pop()
         reached = device.reading()
         if not answer.steps and answer.verdict is not Verdict.UNSUPPORTED:
             how_far = {"peak_bytes": reached.peak_bytes, "runtime_bytes": reached.runtime_bytes}
@@ -169,7 +169,7 @@ class Server:
         from oomguard._probe.task import run_tiny_task
 
         if request.candidate.threads is None and torch.get_num_threads() != self.threads:
-            torch.set_num_threads(self.threads)  # a candidate that does not say must not get those of the last one
+            torch.set_num_threads(self.threads)  # otherwise it would have the threads of the last candidate
         device.settle(request.candidate)
         kind = b"task"
         if isinstance(request, Request):
@@ -187,7 +187,7 @@ class Server:
         """Whether the memory of this process is back where it was, as far as the next peak could tell."""
         if isinstance(request, TaskRequest):  # the user's code may leave anything behind
             return False
-        if self.base_bytes is None:  # it found that it cannot run before it ran anything
+        if self.base_bytes is None:  # the candidate was refused before anything ran
             return True
         if self.committed_bytes is None:
             self.committed_bytes = now.committed_bytes

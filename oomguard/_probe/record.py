@@ -80,7 +80,7 @@ class TaskRequest(Limited, frozen=True, kw_only=True, tag=True):
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of a probe. None: not known."""
+    """The figures of a probe. A figure that is not known is None."""
 
     verdict: Verdict
     """The verdict; `verdict.advice` says what to do."""
@@ -108,7 +108,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     seconds_per_pass: float | None = None
     """Seconds of forward and backward of one full microbatch (median)."""
     fastest_pass_seconds: float | None = None
-    """Seconds of the fastest pass. Its distance from the median tells how noisy the times are."""
+    """Seconds of the fastest pass. Its distance from the median shows how noisy the times are."""
     seconds_per_update: float | None = None
     """Seconds of the optimizer's part of a step (median)."""
     passes: int = 0
@@ -146,7 +146,7 @@ class Probed(Measured, frozen=True, kw_only=True):
     committed_budget_bytes: int | None = None
     """CPU: bytes that it was allowed to commit; None without a limit."""
     torch: str | None = None
-    """The version of torch; None if it does not tell."""
+    """The version of torch; None if it is unknown."""
     started: str
     """Start of the probe, in UTC (ISO 8601)."""
     seconds: float

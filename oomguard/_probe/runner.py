@@ -145,7 +145,7 @@ class Runner(AbstractContextManager["Runner", None]):
         host = cpu.budget()
         held_here, held_there = (0, 0) if self.pid is None else (here.held(self.pid), cpu.held(self.pid))
         return Free(
-            device_bytes=max(1, here.budget().left_bytes + held_here),
+            device_bytes=max(1, (host if here == cpu else here.budget()).left_bytes + held_here),
             host_bytes=max(1, host.left_bytes + held_there),
             committed_bytes=host.child_committed_bytes if here.name == "cpu" else None,
         )

@@ -54,14 +54,14 @@ def longest_lengths(spec: Spec, rows: int) -> list[int] | None:
     """Return the lengths of the longest sequences, which make the worst microbatch; None if all are of full length."""
     if spec.lengths is None:
         return [spec.steps] * rows if spec.packs else None
-    found: list[int] = []
+    lengths: list[int] = []
     for length in sorted(spec.lengths, reverse=True):
-        found += [length] * min(spec.lengths[length], rows - len(found))
+        lengths += [length] * min(spec.lengths[length], rows - len(lengths))
     shortest = min(spec.lengths)
-    found += [shortest] * (rows - len(found))  # if there are not so many, as the estimate has it
+    lengths += [shortest] * (rows - len(lengths))  # if there are too few, as in the estimate
     if not spec.packs and rows > 1:
-        found[-1] = shortest  # padding costs nothing to leave out here, and the mask of the loss costs memory
-    return found
+        lengths[-1] = shortest  # padding costs nothing to leave out here, and the mask of the loss costs memory
+    return lengths
 
 
 def random_microbatch(spec: Spec, rows: int, generator: torch.Generator, steps: int | None = None) -> Microbatch:

@@ -65,6 +65,7 @@ _OOM_TEXTS = (
     "could not create a memory",  # oneDNN
     "could not create a primitive",  # oneDNN took the descriptor, so it has the kernel (seen under an rlimit)
     "failed to map segment from shared object",  # a library that could not be loaded
+    "[errno 12] cannot allocate memory",  # a folder that could not be read while modules were imported
     "cannot map zero-fill pages",
     # the few threads of a process fail to start when there is no memory for their stacks
     "can't start new thread",
@@ -89,8 +90,8 @@ _CUT_SHORT = "[enforce fail at alloc_cpu"
 
 def judge(error: BaseException) -> Verdict:
     """Judge an exception: by its type, then by its text, then by its causes."""
-    found = [_judge_one(one) for one in _chain(error)]
-    return next((one for one in (Verdict.OOM, Verdict.UNSUPPORTED) if one in found), Verdict.BROKEN)
+    verdicts = [_judge_alone(each) for each in _chain(error)]
+    return next((verdict for verdict in (Verdict.OOM, Verdict.UNSUPPORTED) if verdict in verdicts), Verdict.BROKEN)
 
 
 def judge_exit(code: int, stderr: str, free_bytes: int | None = None) -> Verdict:
@@ -118,17 +119,21 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     """Yield the exception, those of its group, and all their causes."""
     todo, seen = [error], set()
     while todo:
-        one = todo.pop(0)
-        if id(one) in seen:
+        current = todo.pop(0)
+        if id(current) in seen:
             continue
-        seen.add(id(one))
-        yield one
-        before = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
-        todo += [*(one.exceptions if isinstance(one, BaseExceptionGroup) else ()), *([before] if before else [])]
+        seen.add(id(current))
+        yield current
+        before = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+        todo += [
+            *(current.exceptions if isinstance(current, BaseExceptionGroup) else ()),
+            *([before] if before else []),
+        ]
 
 
-def _judge_one(error: BaseException) -> Verdict | None:
-    torch = sys.modules.get("torch")  # without it, nothing can have raised an error of its
+def _judge_alone(error: BaseException) -> Verdict | None:
+    """Judge an exception without its causes; None if it says nothing about memory or support."""
+    torch = sys.modules.get("torch")  # a process that has not imported torch has none of its errors
     if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
         return Verdict.OOM
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
@@ -154,8 +159,8 @@ def _judge_text(text: str) -> Verdict | None:
     text = text.strip()
     cut_short = bool(text) and _CUT_SHORT.startswith(text)
     text = text.lower()
-    if any(one in text for one in _UNSUPPORTED_TEXTS):
+    if any(phrase in text for phrase in _UNSUPPORTED_TEXTS):
         return Verdict.UNSUPPORTED
-    if cut_short or any(one in text for one in _OOM_TEXTS):
+    if cut_short or any(phrase in text for phrase in _OOM_TEXTS):
         return Verdict.OOM
     return None

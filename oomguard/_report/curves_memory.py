@@ -84,8 +84,9 @@ def _measured_peaks(subject: Subject, knob: str, fixed: Iterable[str]) -> list[S
         and same_model(record.spec, subject.spec)
         and all(getattr(record.candidate, name) == getattr(subject.candidate, name) for name in fixed)
     ]
-    sizes, peaks = [getattr(one.candidate, knob) for one in records], [one.peak_bytes or 0 for one in records]
-    words = [f"measured: {candidate_words(one.candidate)}: {format_bytes(one.peak_bytes or 0)}" for one in records]
+    sizes = [getattr(record.candidate, knob) for record in records]
+    peaks = [record.peak_bytes or 0 for record in records]
+    words = [f"measured: {candidate_words(r.candidate)}: {format_bytes(r.peak_bytes or 0)}" for r in records]
     points = make_series("measured", sizes, np.divide(peaks, GIB), kind="points", tips=words, slot=MEASURED)
     return [points] if records else []
 
@@ -295,19 +296,21 @@ def timeline(subject: Subject) -> Curve:
 
 def moments_in_order(subject: Subject) -> tuple[dict[str, dict[str, int]], tuple[int, int] | None]:
     """The terms at every moment in order, and the first and last moment that are repeated for every segment."""
-    step, found = step_moments(subject.spec, subject.candidate, subject.target)
-    before = {name: found["optimizer"][name] if name in ("runtime", "weights", "optimizer") else 0 for name in TERMS}
-    ordered: Moments = {"before": before | {name: found["forward"][name] for name in ("input", "loader")}}
+    step, moments_of_step = step_moments(subject.spec, subject.candidate, subject.target)
+    before = {
+        name: moments_of_step["optimizer"][name] if name in ("runtime", "weights", "optimizer") else 0 for name in TERMS
+    }
+    ordered: Moments = {"before": before | {name: moments_of_step["forward"][name] for name in ("input", "loader")}}
     in_segments = subject.candidate.segments > 1 and subject.candidate.recompute
     if in_segments:
         passes = [sizes for name, sizes in evaluation_moments(step).items() if name != "loss"]
         largest = max(passes, key=lambda sizes: sum(sizes.values()))
         borders = 0 if stays_on_host(step) else border_bytes(step)
         ordered["forward of all segments"] = largest | {"activations": largest["activations"] + borders}
-    layers = [name for name in found if name.startswith("backward of ") and "layer" in name]
+    layers = [name for name in moments_of_step if name.startswith("backward of ") and "layer" in name]
     order = ["forward of the frozen layers", "forward", "loss", "backward of the head"]
-    repeated = [name for name in [*order, *reversed(layers), "backward of the embedding"] if name in found]
-    ordered |= {name: found[name] for name in (*repeated, "optimizer")}
+    repeated = [name for name in [*order, *reversed(layers), "backward of the embedding"] if name in moments_of_step]
+    ordered |= {name: moments_of_step[name] for name in (*repeated, "optimizer")}
     start = len(ordered) - len(repeated) - 1
     moments = {name: _as_reserved(subject, sizes) for name, sizes in ordered.items()}
     return moments, (start, start + len(repeated) - 1) if in_segments else None

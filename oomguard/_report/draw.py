@@ -141,7 +141,7 @@ def _for_page(svg: str) -> str:
     svg = re.sub(r' (?:xmlns(?::\w+)?|version|width|height)="[^"]*"', "", svg, count=5)
     svg = re.sub(r' id="([\w.]+)_\d+"', r' class="\1"', svg)
     shorter = partial(re.sub, r"\d+\.\d{3,}", lambda number: f"{round(float(number[0]), 2):g}")
-    svg = re.sub(r' (?:d|x|y)="[^"]*"', lambda found: shorter(found[0]), svg)
+    svg = re.sub(r' (?:d|x|y)="[^"]*"', lambda match: shorter(match[0]), svg)
     for color, variable in VARIABLES.items():
         svg = svg.replace(color, variable)
     return svg.strip()
@@ -151,11 +151,11 @@ def hover_points(curve: Curve) -> list[tuple[int, float, float, str]]:
     """The panel, the place (shares from the left and the top) and the text of all points that have no label."""
     points = [(mark.panel, mark.x, mark.y, mark.text) for mark in curve.marks if mark.role == "chosen"]
     floor = np.zeros(len(curve.series[0].x))
-    for one in curve.series:
-        y = np.asarray(one.y)
-        if one.kind == "area":  # its text is in the middle of it
+    for series in curve.series:
+        y = np.asarray(series.y)
+        if series.kind == "area":  # its text is in the middle of it
             y, floor = floor + y / 2, floor + y
-        points += [(one.panel, *point) for point in zip(one.x, y.tolist(), one.tips, strict=False)]
+        points += [(series.panel, *point) for point in zip(series.x, y.tolist(), series.tips, strict=False)]
     places = [
         (panel, round(curve.x.share(x), 4), round(1 - curve.y_axis(panel).share(y), 4), text)
         for panel, x, y, text in points
@@ -215,18 +215,18 @@ def _draw_series(panels: list[Axes], curve: Curve, palette: Palette) -> dict[str
     """Draw all series. Returns what the legend shows: one of each name."""
     legend: dict[str, Artist] = {}
     floor = np.zeros(len(curve.series[0].x))
-    for one in curve.series:
-        panel, color = panels[one.panel], palette.colors[one.slot]
+    for series in curve.series:
+        panel, color = panels[series.panel], palette.colors[series.slot]
         artist: Artist
-        if one.kind == "band":
-            artist = panel.fill_between(one.x, one.low, one.y, color=color, alpha=0.2, linewidth=0)
-        elif one.kind == "area":
+        if series.kind == "band":
+            artist = panel.fill_between(series.x, series.low, series.y, color=color, alpha=0.2, linewidth=0)
+        elif series.kind == "area":
             style: dict[str, Any] = {"facecolor": color, "edgecolor": palette.paper, "linewidth": 0.4}
-            artist = panel.fill_between(one.x, floor, floor + one.y, hatch=HATCHES[one.slot], **style)
-            floor = floor + one.y
+            artist = panel.fill_between(series.x, floor, floor + series.y, hatch=HATCHES[series.slot], **style)
+            floor = floor + series.y
         else:
-            (artist,) = panel.plot(one.x, one.y, **_line_style(one, palette))
-        legend.setdefault(one.name, artist)
+            (artist,) = panel.plot(series.x, series.y, **_line_style(series, palette))
+        legend.setdefault(series.name, artist)
     legend.pop("", None)
     return legend
 

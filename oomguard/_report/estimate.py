@@ -7,7 +7,7 @@ import msgspec
 
 from oomguard._core.units import format_bytes, format_seconds
 from oomguard._device.cuda import Cuda
-from oomguard._estimate.breakdown import Estimate
+from oomguard._estimate.breakdown import KNOWN, Estimate
 from oomguard._probe.record import Probed, Record, TaskRecord
 from oomguard._report.tables import Table, printer, show_table
 from oomguard._report.words import candidate_words, peak_words, sentence, spec_words, times
@@ -36,31 +36,30 @@ WORDS = {
 WIDE, BAR_WIDTH = 120, 30
 """The terminal width from which on terms are explained, and the width of the longest bar, in characters."""
 PARTS = 8  # parts of a task that are shown, the largest first
-MEASURED = ("runtime", "weights", "optimizer", "input")  # a probe measures these one by one, and the sum of the others
 
 
 def to_json(estimate: Estimate) -> dict[str, Any]:
     knobs = estimate.candidate
     names = ("fits", "runs", "total_bytes", "budget_bytes", "margin_bytes", "terms", "moment", "moments", "engine")
-    found = _some(estimate, *names, "device")
-    found["candidate"] = knobs if isinstance(knobs, Candidate) else knobs.knobs
+    document = _attrs(estimate, *names, "device")
+    document["candidate"] = knobs if isinstance(knobs, Candidate) else knobs.knobs
     if estimate.parts:
-        found |= _some(estimate, "parts", "notes", "steps")
+        document |= _attrs(estimate, "parts", "notes", "steps")
     if estimate.allocated_bytes is not None:
-        found |= _some(estimate, "allocated_bytes", "reserved_bytes", "host_bytes")
-    return dict(msgspec.to_builtins(found, enc_hook=lambda value: value.tolist()))  # numbers and arrays of NumPy
+        document |= _attrs(estimate, "allocated_bytes", "reserved_bytes", "host_bytes")
+    return dict(msgspec.to_builtins(document, enc_hook=lambda value: value.tolist()))  # numbers and arrays of NumPy
 
 
-def _some(value: object, *names: str) -> dict[str, Any]:
+def _attrs(value: object, *names: str) -> dict[str, Any]:
     return {name: getattr(value, name) for name in names}
 
 
 def record_json(record: Record | TaskRecord, estimate: Estimate) -> dict[str, Any]:
     """The estimate, and the fields of the record beside it. Those that both have are called measured_..."""
     same = ("spec", "candidate", "device", "engine", "budget_bytes")
-    found = {name: value for name, value in msgspec.to_builtins(record).items() if name not in same}
+    fields = {name: value for name, value in msgspec.to_builtins(record).items() if name not in same}
     in_both = ("terms", "allocated_bytes", "reserved_bytes")
-    return to_json(estimate) | {f"measured_{name}" if name in in_both else name: found[name] for name in found}
+    return to_json(estimate) | {f"measured_{name}" if name in in_both else name: fields[name] for name in fields}
 
 
 def show_estimate(spec: Spec, estimate: Estimate, limit: str, advice: list[str], console: "Console") -> None:
@@ -180,9 +179,9 @@ def show_record(record: Record | TaskRecord, estimate: Estimate, console: "Conso
 def _comparison(record: Probed, estimate: Estimate) -> Table:
     """Estimated and measured terms, with the error of the estimate, then the limits."""
     measured = record.terms or {}
-    rest = sum(int(size) for name, size in estimate.terms.items() if name not in MEASURED)  # a probe has no loader
+    rest = sum(int(size) for name, size in estimate.terms.items() if name not in KNOWN)  # a probe has no loader
     rows = [
-        *(_pair(name, int(estimate.terms[name]), measured.get(name)) for name in MEASURED),
+        *(_pair(name, int(estimate.terms[name]), measured.get(name)) for name in KNOWN),
         _pair("the rest", rest, measured["rest"] + measured["gradients"] if measured else None),
     ]
     limits = [("budget", record.budget_bytes), ("committed", record.committed_bytes)]
@@ -208,16 +207,16 @@ def devices_json(devices: "list[Device]", note: str | None) -> dict[str, Any]:
     documents = []
     for device in devices:
         document: dict[str, object] = {"device": device.name, "name": device.title()}
-        document |= _some(device.budget(), "limit_bytes", "left_bytes", "committed_bytes", "limits")
+        document |= _attrs(device.budget(), "limit_bytes", "left_bytes", "committed_bytes", "limits")
         document["precisions"] = device.precisions()
         if isinstance(device, Cuda):
-            document |= _some(device.status(), "uuid", "compute_capability", "total_bytes", "free_bytes", "others")
+            document |= _attrs(device.status(), "uuid", "compute_capability", "total_bytes", "free_bytes", "others")
         documents.append(document)
     return {"devices": msgspec.to_builtins(documents), "note": note}
 
 
 def card_json(card: "Card") -> dict[str, Any]:
-    return _some(card, "name", "memory_bytes", "usable_bytes", "compute_capability", "source")
+    return _attrs(card, "name", "memory_bytes", "usable_bytes", "compute_capability", "source")
 
 
 def show_devices(devices: "list[Device]", note: str | None, console: "Console") -> None:

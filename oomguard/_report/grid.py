@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from oomguard._core.errors import MisuseError, flag, nearest, shown
 from oomguard._estimate.target import Target, engine_for
-from oomguard._spec.candidate import KNOBS, Candidate, Candidates, is_none, make_candidate, renew, serve
+from oomguard._spec.candidate import KNOBS, Candidate, Candidates, is_none, make_candidate, refusals, renew, serve
 from oomguard._spec.spec import Spec
 
 Over = dict[str, list[Any]]  # the values of everything that varies, by name
@@ -60,16 +60,16 @@ def _name(name: Any) -> str:
 
 def _values(name: str, values: Any) -> list[Any]:
     if isinstance(values, str):
-        found = [value for part in values.split(",") for value in _part(name, part.strip())]
+        result = [value for part in values.split(",") for value in _part(name, part.strip())]
     elif isinstance(values, Iterable):
-        found = [value.item() if isinstance(value, np.generic) else value for value in values]
+        result = [value.item() if isinstance(value, np.generic) else value for value in values]
     else:
-        found = [values]
-    if not found or len(found) > MOST_VALUES:
-        count = f"{len(found):,}" if found else "none"
+        result = [values]
+    if not result or len(result) > MOST_VALUES:
+        count = f"{len(result):,}" if result else "none"
         rule = f"{flag(name)} must vary over 1 to {MOST_VALUES:,} values"
         raise MisuseError(rule=rule, got=f"got {count}", advice=EXAMPLES)
-    return [*dict.fromkeys(renew(name, value) for value in found)]
+    return [*dict.fromkeys(renew(name, value) for value in result)]
 
 
 def _part(name: str, text: str) -> Iterable[Any]:
@@ -172,13 +172,10 @@ def _candidates(spec: Spec, candidate: Candidate, target: Target, knobs: dict[st
 
 def _possible(spec: Spec, columns: dict[str, NDArray[Any]], target: Target) -> NDArray[np.bool_]:
     """Where a candidate is possible by the rules of `check_candidate` and `engine_for`."""
-    several, deep, stored = columns["segments"] > 1, columns["levels"] > 1, ~columns["recompute"].astype(bool)
-    windowed = ~is_none(columns["window"])
-    window = np.where(windowed, columns["window"], 1).astype(int)
-    fits = (columns["microbatch"] <= spec.batch) & (columns["segments"] <= spec.steps) & (window <= spec.steps)
-    possible: NDArray[np.bool_] = fits & ~(windowed & several) & ~(deep & stored)
-    if spec.bidirectional:
-        possible = possible & ~windowed & ~(several & stored) & ~deep
+    possible: NDArray[np.bool_] = columns["microbatch"] <= spec.batch
+    possible = possible & (is_none(columns["window"]) | (columns["segments"] == 1))
+    for refused, _ in refusals(spec, columns):
+        possible = possible & ~refused
     for engine in {*np.atleast_1d(columns["engine"]).tolist()}:
         try:
             engine_for(spec, Candidate(microbatch=1, engine=engine), target)
@@ -196,12 +193,6 @@ def _used(name: str, groups: list[tuple[Spec, Candidates]]) -> set[Any]:
 
 def _error_of(spec: Spec, target: Target, name: str, value: Any) -> MisuseError:
     """The reason why a value is in no row."""
-    if name == "microbatch" and type(value) is int and value > spec.batch:
-        return MisuseError(
-            rule="--microbatch must not be larger than --batch",
-            got=f"got {value:,} of {spec.batch:,}",
-            advice=f"Lower it, or give a batch of {value:,} too.",
-        )
     try:
         if name in KNOBS:
             engine_for(spec, make_candidate(spec, **{name: value}), target)

@@ -74,7 +74,7 @@ def _page(title: str, top: str, sections: Sequence[Section], curves: list[dict[s
     script = SCRIPT.read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'"
-    figures = [macros().curve_figure([_choice(*choice) for choice in some.items()]) for some in curves]
+    figures = [macros().curve_figure([_choice(*choice) for choice in choices.items()]) for choices in curves]
     return str(macros().page(title, top, sections, figures, style, script, policy)).lstrip()
 
 
@@ -121,7 +121,7 @@ def _facts(plan: Plan, sequences: int | None) -> list[tuple[str, str, str]]:
     precision = settings.pop("precision")
     gradient = ("exact", "that of plain PyTorch, up to rounding")
     if candidate.lossy:
-        gradient = ("lossy", ", ".join([f"{one.knob} {one.value}" for one in plan.bought] or candidate.lossy))
+        gradient = ("lossy", ", ".join([f"{gain.knob} {gain.value}" for gain in plan.bought] or candidate.lossy))
     step, epoch = (NONE, "nothing was timed"), (NONE, "nothing was timed")
     seconds, throughput, whole = plan.seconds_per_step, plan.throughput, epoch_of(plan, sequences)
     if seconds is not None and throughput is not None and whole is not None:

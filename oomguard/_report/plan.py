@@ -52,11 +52,6 @@ def show_result(plan: Plan, path: Path | None, console: "Console") -> None:
         say(f"Written to {path}. Everything about it: oomguard show {path}")
 
 
-def show_plan(plan: Plan, sequences: int | None, console: "Console") -> None:
-    """Print everything that a plan says. `sequences` is the size of an epoch (default: as the spec's histogram)."""
-    show_sections(explain(plan, sequences), console)
-
-
 def explain(plan: Plan, sequences: int | None = None) -> list[Section]:
     """Everything that a plan says. `sequences` is the size of an epoch (default: as the spec's histogram)."""
     sections = [_result(plan), _why(plan), plan_tables.memory(plan), _evidence(plan), _time(plan, sequences)]
@@ -91,7 +86,7 @@ def known_words(plan: Plan) -> str:
         return f"predicted; measured only with {_length_words(plan, record.spec.steps)}"
     if plan.calibration.records:
         words = f"predicted from {times(plan.calibration.records, 'probe')} of other candidates"
-        longest = max((one.spec.steps for one in plan.records if one.verdict.ran), default=plan.spec.steps)
+        longest = max((other.spec.steps for other in plan.records if other.verdict.ran), default=plan.spec.steps)
         return f"{words}, the longest with {_length_words(plan, longest)}" if longest < plan.spec.steps else words
     return "predicted from earlier searches" if plan.calibration.cached else "by arithmetic alone"
 
@@ -125,13 +120,13 @@ def plain_words(plan: Plan) -> str:
 
 def _why(plan: Plan) -> Section:
     first, *others = plan.maximize
-    also = f", and a front towards the {' and the '.join(AIMS.get(one, one) for one in others)}" if others else ""
+    also = f", and a front towards the {' and the '.join(AIMS.get(aim, aim) for aim in others)}" if others else ""
     sentences = [f"Goal: the {AIMS.get(first, first)} that fits{also}."]
     sentences.append(f"Lossy knobs allowed: {', '.join(plan.allow) or 'none'}.")
     if plan.asked_budget_bytes is not None and plan.asked_budget_bytes > plan.budget_bytes:
         asked, free = format_bytes(plan.asked_budget_bytes), format_bytes(plan.budget_bytes)
         sentences.append(f"Only {free} of the budget of {asked} were free.")
-    sentences += [_bought(one, plain_fits=plan.plain.fits) for one in plan.bought]
+    sentences += [_bought(gain, plain_fits=plan.plain.fits) for gain in plan.bought]
     if not plan.candidate.lossy:
         sentences.append("Every knob used is exact: the gradient is that of plain PyTorch, up to rounding.")
     if plan.candidate.segments > 1:

@@ -25,13 +25,16 @@ def _shared(rows: Rows, chosen: Candidate | None) -> dict[str, str]:
     """The settings that all candidates have, the chosen one included. One candidate alone shares none."""
     candidates = [*([] if chosen is None else [chosen]), *(row.candidate for row in rows)]
     first, *others = map(setting_words, candidates)
-    return {name: text for name, text in first.items() if others and all(one.get(name) == text for one in others)}
+    return {name: text for name, text in first.items() if others and all(words.get(name) == text for words in others)}
 
 
 def _table(caption: str, rows: Rows, before: Columns, after: Columns, chosen: Candidate | None = None) -> Table:
     """A table of candidates: microbatch, segments and the settings in which they differ, between other columns."""
     candidates, shared = [row.candidate for row in rows], _shared(rows, chosen)
-    other = [", ".join(text for name, text in setting_words(one).items() if name not in shared) for one in candidates]
+    other = [
+        ", ".join(text for name, text in setting_words(candidate).items() if name not in shared)
+        for candidate in candidates
+    ]
     columns = before | {"microbatch": [*map(rows_words, candidates)], "segments": [*map(pieces_words, candidates)]}
     columns |= ({"other knobs": other} if any(other) else {}) | after
     return from_columns(columns, ("segments", "other knobs", "verdict"), caption)
@@ -76,61 +79,71 @@ def _size(size_bytes: int | None) -> str:
 
 def records(plan: Plan) -> Table:
     """Every probe in the order in which they ran; a star marks the record of the chosen candidate."""
-    found = plan.records
-    speeds = [NONE if one.tokens_per_second is None else figure(one.tokens_per_second) for one in found]
-    verdicts = [one.verdict.name + (" *" if one == plan.record else "") for one in found]
-    before = {"T": [f"{one.spec.steps:,}" for one in found]}
-    after = {"peak": [_size(one.peak_bytes) for one in found], "tokens/s": speeds, "verdict": verdicts}
+    probes = plan.records
+    speeds = [NONE if record.tokens_per_second is None else figure(record.tokens_per_second) for record in probes]
+    verdicts = [record.verdict.name + (" *" if record == plan.record else "") for record in probes]
+    before = {"T": [f"{record.spec.steps:,}" for record in probes]}
+    after = {"peak": [_size(record.peak_bytes) for record in probes], "tokens/s": speeds, "verdict": verdicts}
     caption = "Every probe in the order in which they ran, with what was measured"
-    return _table(caption, found, before, after, plan.candidate)
+    return _table(caption, probes, before, after, plan.candidate)
 
 
 def lengths(plan: Plan) -> Section:
-    found = plan.buckets
-    sentences = [f"Sequences are sorted by length into {times(len(found), 'bucket')}, each with its candidate."]
+    buckets = plan.buckets
+    sentences = [f"Sequences are sorted by length into {times(len(buckets), 'bucket')}, each with its candidate."]
     if plan.padding is not None:
         sentences.append(
             f"{plan.padding.before:.1%} of all computed tokens would be padding if microbatches were drawn at random; "
             f"drawn from one bucket each, {plan.padding.after:.1%} are."
         )
-    before = {"T up to": [f"{one.longest:,}" for one in found], "sequences": [f"{one.sequences:,}" for one in found]}
+    before = {
+        "T up to": [f"{bucket.longest:,}" for bucket in buckets],
+        "sequences": [f"{bucket.sequences:,}" for bucket in buckets],
+    }
     caption = "The candidate of each length bucket, with its predicted peak"
-    table = _table(caption, found, before, _predicted(found), plan.candidate)
+    table = _table(caption, buckets, before, _predicted(buckets), plan.candidate)
     return Section(title="Lengths", sentences=tuple(sentences), table=table)
 
 
 def front(plan: Plan) -> Section:
     """The points of the front. Speeds are shown only if something was timed."""
-    found, aims = plan.front, " or ".join(plan.maximize)
+    points, aims = plan.front, " or ".join(plan.maximize)
     better = f"Nothing that fits is better than one of these in {aims} without being worse in another."
-    after = _predicted(found)
+    after = _predicted(points)
     if "step time" in after:
-        after["tokens/s"] = [figure(one.tokens_per_second) for one in found]
-    table = _table("The front, as predicted", found, {"T": [f"{one.seq:,}" for one in found]}, after)
-    return Section(title="Front", sentences=(better, *shared_words(found)), table=table)
+        after["tokens/s"] = [figure(point.tokens_per_second) for point in points]
+    table = _table("The front, as predicted", points, {"T": [f"{point.seq:,}" for point in points]}, after)
+    return Section(title="Front", sentences=(better, *shared_words(points)), table=table)
 
 
 def fallbacks(plan: Plan) -> Section:
-    found = plan.fallbacks
-    if not found:
+    rungs = plan.fallbacks
+    if not rungs:
         return Section(title="Fallbacks", sentences=("There are none: nothing with this gradient needs less memory.",))
     use = "If memory gets tight, training falls back to these in turn. Batch and gradient stay the same."
-    before = {"fallback": [f"{number}" for number in range(1, len(found) + 1)]}
+    before = {"fallback": [f"{number}" for number in range(1, len(rungs) + 1)]}
     caption = "The fallbacks in their order, with their predicted peaks"
-    table = _table(caption, found, before, _predicted(found), plan.candidate)
+    table = _table(caption, rungs, before, _predicted(rungs), plan.candidate)
     return Section(title="Fallbacks", sentences=(use,), table=table)
 
 
 def environment(plan: Plan | TaskPlan) -> Section:
-    found = plan.environment
-    versions = [f"oomguard {found.oomguard}", f"torch {found.torch}" if found.torch else "", found.library or ""]
-    versions += [f"driver {found.driver}" if found.driver else "", f"Python {found.python}"]
-    rows = [
-        ("device", f"{found.device}, {found.title}" if found.title != found.device else found.device),
-        ("versions", ", ".join(filter(None, versions))),
-        ("system", f"{found.system}, {times(found.cores, 'core')}"),
+    made_with = plan.environment
+    versions = [
+        f"oomguard {made_with.oomguard}",
+        f"torch {made_with.torch}" if made_with.torch else "",
+        made_with.library or "",
     ]
-    for limit in found.limits:
+    versions += [f"driver {made_with.driver}" if made_with.driver else "", f"Python {made_with.python}"]
+    rows = [
+        (
+            "device",
+            f"{made_with.device}, {made_with.title}" if made_with.title != made_with.device else made_with.device,
+        ),
+        ("versions", ", ".join(filter(None, versions))),
+        ("system", f"{made_with.system}, {times(made_with.cores, 'core')}"),
+    ]
+    for limit in made_with.limits:
         sizes = f"{format_bytes(limit.reach_bytes)} of {format_bytes(limit.limit_bytes)}"
         rows.append((limit.name, f"{sizes} ({limit.source})"))
     caption = "The machine on which the plan was made, and its limits of memory"

@@ -17,9 +17,10 @@ from oomguard._device.cpu import cpu_precisions
 from oomguard._device.find import find_budget, find_target
 from oomguard._estimate import cards
 from oomguard._estimate.breakdown import estimate_batch
+from oomguard._estimate.malloc import default_allocator
 from oomguard._estimate.moments import TERMS
 from oomguard._estimate.target import Target
-from oomguard._plan.front import pareto_front
+from oomguard._plan.make import pareto_front
 from oomguard._plan.store import load_spec_plan
 from oomguard._plan.value import Plan
 from oomguard._predict.calibration import Calibration
@@ -108,7 +109,7 @@ class Subject:
         The estimate is `total_bytes` and its terms, by arithmetic. The prediction is `peak_bytes`, `margin_bytes`,
         `safe_bytes` (their sum), `seconds_per_step`, `doubt` (the standard deviation of the logarithm of that time) and
         `tokens_per_second`; without records, times are rough guesses of which only the proportions are useful. `runs`
-        says whether the engine can run so many steps at once, `fits` whether it also stays within the budget.
+        says whether the engine can run the steps of a piece at once, `fits` whether it also stays within the budget.
         """
         spec = spec or self.spec
         estimate = estimate_batch(spec, candidates, self.target)
@@ -118,7 +119,7 @@ class Subject:
         if calibration.records:
             peak, margin = calibration.predict_memory(estimate)
         seconds, doubt = calibration.predict_time(estimate)
-        allocator = "system" if self.target.cuda else "tight"
+        allocator = default_allocator(self.target.device)
         columns = candidates.knobs | {
             "engine": estimate.engine,
             "allocator": np.where(is_none(candidates.allocator), allocator, candidates.allocator).astype(str),

@@ -107,7 +107,7 @@ def show_table(table: Table, console: "Console", indent: str = "") -> None:
             break
     grid = _rich_table(table, widths, gap, console)
     for segments in console.render_lines(grid, console.options.update(width=max(width, least)), pad=False):
-        _print_line(Text.assemble(indent, *((one.text, one.style or "") for one in segments)), console)
+        _print_line(Text.assemble(indent, *((segment.text, segment.style or "") for segment in segments)), console)
 
 
 def _least_widths(table: Table, *, figures_wrap: bool) -> list[int]:

@@ -12,6 +12,7 @@ import pandas as pd
 from oomguard._core.errors import MisuseError, check_choice, shown
 from oomguard._core.system import write_file
 from oomguard._core.units import format_bytes, format_seconds
+from oomguard._estimate.malloc import default_allocator
 from oomguard._estimate.moments import TERMS
 from oomguard._probe.record import Record
 from oomguard._report.curves import MAKERS, curves_of
@@ -59,7 +60,7 @@ def _with_measured(records: Sequence[Record], spec: Spec, table: pd.DataFrame) -
     rows = []
     for record in sorted(records, key=lambda record: record.started):
         if record.spec == spec:
-            allocator = record.candidate.allocator or ("tight" if record.device == "cpu" else "system")
+            allocator = record.candidate.allocator or default_allocator(record.device)
             own = msgspec.structs.asdict(record.candidate) | {"engine": record.engine or "", "allocator": allocator}
             values = (record.peak_bytes, record.seconds_per_step, record.tokens_per_second)
             figures = values if record.verdict.ran else (None, None, None)
@@ -175,11 +176,11 @@ def _front_section(over: Over, table: pd.DataFrame) -> Section:
     """The front, thinned out if it is long, and every row that was measured; the fastest first."""
     front = front_of(table)
     picked = front.iloc[np.unique(np.linspace(0, len(front) - 1, MOST_LINES).round().astype(int))]
-    some = f" ({len(picked)} of {len(front)} rows)" if len(picked) < len(front) else ""
+    note = f" ({len(picked)} of {len(front)} rows)" if len(picked) < len(front) else ""
     measured = table.index[table["verdict"].notna()].difference(picked.index)
-    some += ", with all measured rows" if len(measured) else ""
+    note += ", with all measured rows" if len(measured) else ""
     rows = table.loc[[*picked.index, *measured]].sort_values("tokens_per_second", ascending=False, kind="stable")
-    title = f"The front, fastest first: no other candidate is both faster and smaller{some}"
+    title = f"The front, fastest first: no other candidate is both faster and smaller{note}"
     return Section(title=title, table=_lines(over, rows))
 
 

@@ -57,7 +57,7 @@ def setting_words(candidate: Candidate) -> dict[str, str]:
 
 
 def candidate_words(candidate: Candidate) -> str:
-    """A candidate, with every knob that says something."""
+    """A candidate in words: its microbatch, its segments or window, and every setting that is not the default."""
     parts = [f"microbatch {candidate.microbatch:,} × {times(candidate.accumulation, 'pass', 'es')}"]
     if candidate.window is not None:
         parts.append(pieces_words(candidate))
@@ -68,7 +68,7 @@ def candidate_words(candidate: Candidate) -> str:
 
 def speed_words(per_second: float, word: str) -> str:
     """A speed, per the unit of time that gives a readable figure."""
-    unit, seconds = next((one for one in _TIME_UNITS if per_second * one[1] >= 0.5), _TIME_UNITS[-1])
+    unit, seconds = next((pair for pair in _TIME_UNITS if per_second * pair[1] >= 0.5), _TIME_UNITS[-1])
     return f"{figure(per_second * seconds)} {word}/{unit}"
 
 

@@ -24,9 +24,8 @@ from torch import Tensor
 
 from oomguard._rnn.model import Recurrent, State, trainable, turned
 from oomguard._rnn.run import Mark, Microbatch, Run, without_graph
+from oomguard._rnn.seed import Ends, seed
 from oomguard._spec.candidate import Candidate
-
-Ends = list[tuple[Tensor, Tensor]]  # tensors that backward starts from, each with its gradient
 
 
 def backward(model: Recurrent, batch: Microbatch, candidate: Candidate, scale: float | Tensor = 1.0) -> Tensor:
@@ -77,7 +76,7 @@ def _chunked(run: Run) -> None:
 
 def _start_from(ends: Ends) -> None:
     if ends:
-        torch.autograd.backward([end for end, _ in ends], [gradient for _, gradient in ends])
+        torch.autograd.backward(seed(ends))
 
 
 def _segmented(

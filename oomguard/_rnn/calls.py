@@ -22,10 +22,9 @@ from torch import Tensor
 
 from oomguard._core.errors import MisuseError
 from oomguard._rnn.pieces import Order, Piece, cut, reversed_tokens
+from oomguard._rnn.seed import Tensors, gradients_of
 
 T = TypeVar("T")
-Tensors = list[Tensor]
-Gradients = list[Tensor | None]
 Kernel = Callable[..., tuple[Tensor, ...]]
 CELLS: dict[Kernel, str] = {torch.lstm: "lstm", torch.gru: "gru", torch.rnn_tanh: "rnn", torch.rnn_relu: "rnn"}
 """The functions that all recurrent layers of PyTorch call, with the cell that each runs."""
@@ -249,7 +248,11 @@ class _Segments(torch.autograd.Function):
         assert whole is not None  # a call has a step
         ctx.save_for_backward(inputs, *rest, *borders)
         ctx.set_materialize_grads(False)
-        ctx.block, ctx.counts, ctx.autocast = block, (n_states, n_masks, len(rest)), _autocast(inputs.device.type)
+        ctx.block, ctx.counts, ctx.autocast = (
+            block,
+            (n_states, n_masks, len(rest)),
+            autocast_setting(inputs.device.type),
+        )
         return whole, *([torch.cat(parts) for parts in zip(*finals, strict=True)] if block.both else finals[0])
 
     @staticmethod
@@ -273,10 +276,11 @@ class _Segments(torch.autograd.Function):
                     leaf = order.read(inputs, piece).detach().requires_grad_(needs[3])
                     before = [borders.pop().detach().requires_grad_() for _ in states][::-1]
                     some = [order.read(mask, piece) for mask in masks]
-                    ends = block.run(piece, leaf, before, some, own, train=True)
-                    of_piece = None if given is None else order.read(given, piece)
-                    of_leaf, *found = _differentiate(ends, of_piece, after, [leaf, *before, *own])
-                    del ends  # free the graph of this piece before the next one is built
+                    out, states_after = block.run(piece, leaf, before, some, own, train=True)
+                    tops = [*zip(states_after, [part[:, : piece.rows] for part in after], strict=True)]
+                    tops += [] if given is None else [(out, order.read(given, piece))]
+                    of_leaf, *found = gradients_of([leaf, *before, *own], tops)
+                    del out, states_after, tops  # free the graph of this piece before the next one is built
                     after = with_rows(after, [gradient for gradient in found[:n_states] if gradient is not None])
                     if of_inputs is not None and of_leaf is not None:
                         order.add(of_inputs, piece, of_leaf)
@@ -298,19 +302,6 @@ def refuse_double_backward() -> None:
         )
 
 
-def _differentiate(
-    ends: tuple[Tensor, Tensors], of_outputs: Tensor | None, of_states: Tensors, starts: Tensors
-) -> Gradients:
-    """Return the gradients of the tensors that a piece was recomputed from; None for those that need none."""
-    outputs, states = ends
-    tops = [(state, gradient[:, : state.shape[1]]) for state, gradient in zip(states, of_states, strict=True)]
-    if of_outputs is not None:
-        tops.append((outputs, of_outputs))
-    given = [gradient.to(top.dtype) for top, gradient in tops]
-    found = iter(torch.autograd.grad([top for top, _ in tops], [x for x in starts if x.requires_grad], given))
-    return [next(found) if tensor.requires_grad else None for tensor in starts]
-
-
-def _autocast(kind: str) -> tuple[str, torch.dtype, bool]:
+def autocast_setting(kind: str) -> tuple[str, torch.dtype, bool]:
     """Return the present setting of autocast on a kind of device, as torch.autocast takes it."""
     return kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)

@@ -81,6 +81,14 @@ class State:
         return [*self.records, *self.pending]
 
     @property
+    def child_seconds(self) -> float:
+        """Seconds of starting a child: the most that a record took beside its passes, on a machine that may be busy."""
+        ran = [record for record in self.records if record.seconds_per_pass is not None]
+        return max(
+            [CHILD_SECONDS, *(record.seconds - record.passes * (record.seconds_per_pass or 0) for record in ran)]
+        )
+
+    @property
     def own_records(self) -> list[Record]:
         """All records of this model, by earlier searches too."""
         records = (*self.problem.cached, *self.records)
@@ -119,9 +127,9 @@ def _promising(state: State, table: CandidateTable) -> Iterator[tuple[int, int]]
     mean, places = np.log(table.expected.seconds_per_step), table.calibration.time_places(table.estimate)
     best, short = least(mean, table.eligible), short_steps(table)
     confirming = 0.0 if _confirmed(state, table)[best] else min(state.confirm_seconds, table.pass_seconds[best])
-    left = state.left - confirming / CONFIRM_SHARE - CHILD_SECONDS
+    left = state.left - confirming / CONFIRM_SHARE - state.child_seconds
     last = {kind_of(state.records[-1])} if state.records else set[Kind]()
-    start = CHILD_SECONDS * ~table.of_kinds(last)
+    start = state.child_seconds * ~table.of_kinds(last)
     if state.draw is not None:
         row = state.draw(table)
         yield from [(row, int(short[row]))] if start[row] + MEASURE_SECONDS <= left else []

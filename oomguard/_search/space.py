@@ -21,7 +21,7 @@ from oomguard._spec.candidate import ALLOW_WORDS, KNOBS, Candidates, check_allow
 from oomguard._spec.spec import Spec
 
 LEVELS_FROM = {1: 1, 2: 256, 3: 16_384}  # the number of segments from which on each number of levels is worth its time
-FINE = 1.008  # the ratio of neighbouring microbatches if the aim is the largest; its fourth power if it is speed
+FINE = 1.004  # the ratio of neighbouring microbatches if the aim is the largest; its eighth power if it is speed
 WORTH = 0.02  # share of the time of a step that is worth a probe, and of the budget that is worth a knob
 HEAPS = ("tight", "fast")
 """CPU: the allocators worth trying. `fast` keeps the blocks of a step (PyTorch's own kernels) or of a whole segment
@@ -117,22 +117,14 @@ def _settings(spec: Spec, target: Target, choices: Choices) -> dict[str, tuple[A
 
 
 def microbatches(batch: int, *, finest: bool = False) -> list[int]:
-    """Sizes worth trying: nearly all if `finest`, else of those that take equally many passes the smallest.
-
-    >>> microbatches(32)
-    [1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 32]
-    """
-    ratio = FINE if finest else FINE**4
+    """Sizes worth trying: nearly all if `finest`, else of those that take equally many passes the smallest."""
+    ratio = FINE if finest else FINE**8
     sizes = {min(batch, math.floor(ratio**power)) for power in range(math.ceil(math.log(batch, ratio)) + 1)} | {batch}
     return sorted(sizes if finest else {-(-batch // -(-batch // size)) for size in sizes})
 
 
 def segment_counts(steps: int) -> list[int]:
-    """Numbers of segments worth trying: each about a fifth more than the last up to 64, and by half from there.
-
-    >>> segment_counts(80)
-    [2, 3, 4, 5, 6, 7, 8, 10]
-    """
+    """Numbers of segments worth trying: each about a fifth more than the last up to 64, and by half from there."""
     powers = np.r_[1:6:0.25, 6:36:0.5]
     most = max(2, steps // SHORTEST_PIECE)
     return sorted({min(most, round(2**power)) for power in powers.tolist()}) if steps > 1 else []

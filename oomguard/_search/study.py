@@ -57,7 +57,7 @@ class TrialStore:
         """Mark the trials whose process is gone as failed, so that none stays RUNNING for ever."""
         for trial in self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
             if self._is_dead(trial):
-                self.drop(trial.number)
+                self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
 
     def _is_dead(self, trial: FrozenTrial) -> bool:
         begun = trial.datetime_start.timestamp() if trial.datetime_start else 0.0  # a trial is marked soon after that
@@ -82,10 +82,6 @@ class TrialStore:
         trial.set_user_attr("until", time.time() + seconds)
         trial.set_user_attr("role", probe.role)
 
-    def drop(self, trial: Trial | int) -> None:
-        """Mark a trial as failed if it has not ended: its probe was interrupted."""
-        self.study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
-
     def note(self, name: str, value: Any) -> Any:
         """Store a value for later continuations of the search, and return the first one that was stored."""
         if name not in self.study.user_attrs:
@@ -99,11 +95,7 @@ def storage_in(directory: Path) -> str:
 
 
 def _masked(text: str) -> str:
-    """The text without the passwords of its URLs: messages end in logs.
-
-    >>> _masked("mysql://me:secret@db/study cannot be opened"), _masked("mysql://db/study?password=secret&x=1")
-    ('mysql://me:***@db/study cannot be opened', 'mysql://db/study?password=***&x=1')
-    """
+    """The text without the passwords of its URLs: messages end in logs."""
     text = re.sub(r"(://[^:/@\s]*:)\S+@", r"\1***@", text)
     return re.sub(r"(?i)(passw(?:or)?d=)[^&\s)]+", r"\1***", text)
 

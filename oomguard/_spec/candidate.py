@@ -6,7 +6,7 @@ Everything else follows: flags, checks, arrays of candidates, JSON, columns of t
 is a new field, plus its effect on the estimate and on the step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -66,7 +66,7 @@ class Knob(NamedTuple):
         return self.role.group != "loading" and self.field.name != "accumulation"
 
     def in_words(self, value: Any) -> str:
-        """A value as reports write it; empty if it goes without saying."""
+        """A value as reports write it; empty if it is not worth mentioning."""
         if self.role.words is not None:
             return self.role.words(value)
         if value is None or value == self.field.default:
@@ -169,8 +169,8 @@ ALLOWED = tuple(ALLOW_WORDS.values())  # the words that `--allow` takes
 def make_candidate(spec: Spec, **knobs: Any) -> Candidate:
     """A candidate for a spec. A microbatch or an accumulation that is left out is computed from the batch."""
     given = {name: value for name, value in knobs.items() if value is not None}
-    for name in ("microbatch", "accumulation"):
-        check_whole(name, given.get(name), 1, spec.batch)
+    _check_microbatch(spec, given.get("microbatch", 1))
+    check_whole("accumulation", given.get("accumulation"), 1, spec.batch)
     if "microbatch" not in given:
         given["microbatch"] = -(-spec.batch // given.get("accumulation", 1))
     if "accumulation" not in given:
@@ -180,38 +180,55 @@ def make_candidate(spec: Spec, **knobs: Any) -> Candidate:
     return candidate
 
 
-def check_candidate(spec: Spec, candidate: "Candidate | Candidates") -> None:
-    """Raise unless the candidate, or each of several, can run the spec.
+def _check_microbatch(spec: Spec, microbatch: int) -> None:
+    check_whole("microbatch", microbatch, 1, MAX_BATCH)
+    if microbatch > spec.batch:
+        raise MisuseError(
+            rule="--microbatch must not be larger than --batch",
+            got=f"got {microbatch:,} of {spec.batch:,}",
+            advice=f"Lower it, or give --batch {microbatch} too.",
+        )
 
-    In a bidirectional model the second direction starts at the end of the sequence: a gradient cannot be cut there, and
-    no order of stored segments serves all layers.
-    """
+
+def check_candidate(spec: Spec, candidate: "Candidate | Candidates") -> None:
+    """Raise unless the candidate, or each of several, can run the spec."""
     columns = {name: np.atleast_1d(getattr(candidate, name)) for name in KNOBS}
     if isinstance(candidate, Candidate):
-        check_whole("microbatch", candidate.microbatch, 1, spec.batch)
+        _check_microbatch(spec, candidate.microbatch)
     microbatch, accumulation = np.broadcast_arrays(columns["microbatch"], columns["accumulation"])
     passes = -(-spec.batch // microbatch)
-    wrong = accumulation != passes
-    if wrong.any():
-        row = int(wrong.argmax())
+    mismatched = accumulation != passes
+    if mismatched.any():
+        row = int(mismatched.argmax())
         raise MisuseError(
             rule="Microbatch x accumulation must give the batch (the last microbatch may be smaller)",
             got=f"{microbatch[row]} x {accumulation[row]} does not give {spec.batch}",
             advice=f"With --microbatch {microbatch[row]} use --accumulation {passes[row]}, or change --batch.",
         )
-    for name in ("segments", "window"):
-        given = columns[name][~is_none(columns[name])]
-        check_whole(name, int(given.max()) if given.size else None, 1, spec.steps)
+    for refused, error in refusals(spec, columns):
+        if refused.any():
+            raise error
+
+
+def refusals(spec: Spec, columns: dict[str, NDArray[Any]]) -> Iterator[tuple[NDArray[np.bool_], MisuseError]]:
+    """Each rule about segments and windows: the rows of knobs that break it, and the error.
+
+    In a bidirectional model the second direction starts at the end of the sequence: a gradient cannot be cut there, and
+    no order of stored segments serves all layers.
+    """
+    segments, window = columns["segments"], np.where(is_none(columns["window"]), 0, columns["window"]).astype(int)
     stored, nested = ~columns["recompute"].astype(bool), columns["levels"] > 1
-    window = not is_none(columns["window"]).all()
-    if spec.bidirectional and (window or (stored & (columns["segments"] > 1)).any()):
+    for name, steps in (("segments", segments), ("window", window)):
+        form, advice = f"a whole number from 1 to {spec.steps:,}", f"Give {flag(name)} a number in that range."
+        yield steps > spec.steps, wrong(name, form, int(steps.max()), advice)
+    if spec.bidirectional:
         rule = "The segments of a bidirectional model are recomputed, and it has no windows"
-        got = f"got {'--window' if window else '--no-recompute'} with --bidirectional"
-        raise MisuseError(rule=rule, got=got, advice="Give --segments alone, or train one direction.")
-    if (nested & stored).any() or (spec.bidirectional and nested.any()):
-        rule = "--levels is for segments of one direction that are recomputed"
-        got = f"got it with {'--bidirectional' if spec.bidirectional else '--no-recompute'}"
-        raise MisuseError(rule=rule, got=got, advice="Leave --levels out.")
+        got = f"got {'--window' if window.any() else '--no-recompute'} with --bidirectional"
+        error = MisuseError(rule=rule, got=got, advice="Give --segments alone, or train one direction.")
+        yield (window > 0) | (stored & (segments > 1)), error
+    rule = "--levels is for segments of one direction that are recomputed"
+    got = f"got it with {'--bidirectional' if spec.bidirectional else '--no-recompute'}"
+    yield nested & (stored | spec.bidirectional), MisuseError(rule=rule, got=got, advice="Leave --levels out.")
 
 
 def check_allow(allow: tuple[str, ...]) -> None:
@@ -325,11 +342,7 @@ def _column(name: str, values: Any) -> Any:
 
 
 def renew(name: str, value: Any) -> Any:
-    """A value of a knob, with the present name if it is an allocator with a name of version 0.1.
-
-    >>> renew("allocator", "steady"), renew("allocator", "fast"), renew("engine", "native")
-    ('tight', 'fast', 'native')
-    """
+    """A value of a knob, with the present name if it is an allocator with a name of version 0.1."""
     return OLD_NAMES.get(value, value) if name == "allocator" and isinstance(value, str) else value
 
 

@@ -14,14 +14,6 @@ def shorten(spec: Spec, candidate: Candidate, steps: int, *, fewer: bool = True)
 
     Without `fewer`, the candidate keeps its number of segments, and they become shorter: what chunks reserve on a card
     depends on their number. If two segments (with more levels, twice as many) are still too long, they are cut.
-
-    >>> spec = Spec(cell="lstm", seq=10_000)
-    >>> short, candidate = shorten(spec, make_candidate(spec, segments=100), 450)
-    >>> short.seq, candidate.segments
-    (400, 4)
-    >>> short, candidate = shorten(spec, make_candidate(spec, segments=99), 450)
-    >>> short.seq, candidate.segments  # a first segment of 99 steps, the others of 102
-    (405, 4)
     """
     steps = max(1, min(steps, spec.steps))
     if steps == spec.steps:
@@ -52,9 +44,6 @@ def longest_that_fits(fits: Callable[[int], bool], low: int, high: int | None = 
     """The most steps that fit, by bisection to one part in `parts`.
 
     `low` steps fit (or are 0), `high` steps do not; without `high`, lengths are doubled until one does not fit.
-
-    >>> longest_that_fits(lambda steps: steps <= 7, 1, parts=100), longest_that_fits(lambda steps: False, 0, 9, parts=9)
-    (7, 0)
     """
     while high is None or high - low > max(1, low // parts):
         middle = min(2 * low, MAX_SEQ) if high is None else (low + high) // 2

@@ -86,7 +86,7 @@ def read_spec(spec: Spec | None, fields: dict[str, Any]) -> Spec:
 def read_candidate(
     spec: Spec, candidate: Candidate | Candidates | None, knobs: dict[str, Any]
 ) -> Candidate | Candidates:
-    """One candidate or several, given as such or by knobs (arrays mean several). By default the batch is one pass."""
+    """One candidate or several, as given or made from knobs (arrays mean several). By default the batch is one pass."""
     if candidate is None:
         if any(isinstance(value, np.ndarray | list | tuple) for value in knobs.values()):
             return serve(spec, Candidates(**{"microbatch": spec.batch} | knobs))

@@ -129,8 +129,7 @@ def try_task(task: Task, batches: Batches, steps: int | None, device: str = "cpu
             advice="Look for divisions by zero, logarithms of zero and lengths of zero.",
         )
     loss.backward()  # type: ignore[no-untyped-call]
-    if not isinstance(optimizer, torch.optim.LBFGS):
-        optimizer.step()
+    optimizer.step()
 
 
 def _traced(task: Task, batch: Any, question: Question) -> tuple[Trace | None, str]:

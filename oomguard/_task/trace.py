@@ -55,7 +55,11 @@ def make_optimizer(task: Task, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer of a task for a module."""
     make: Callable[..., Any] = task.optimizer or torch.optim.Adam
     with user_code("optimizer(parameters) must make an optimizer", make, "Correct that line."):
-        return make(model.parameters())  # type: ignore[no-any-return]
+        made: torch.optim.Optimizer = make(model.parameters())
+    if isinstance(made, torch.optim.LBFGS):  # it would call the loss again and again
+        advice = "Use an optimizer that takes one step for each gradient."
+        raise MisuseError(rule="An optimizer must step without a closure", got="got LBFGS", advice=advice)
+    return made
 
 
 def call_loss(task: Task, model: nn.Module, batch: Any) -> Any:

@@ -31,7 +31,7 @@ from oomguard._train.checkpoint import BEST, CHECKPOINTS, Checkpoint, Model, Tra
 from oomguard._train.ranks import Ranks
 
 MOST_ROWS = 4096  # most sequences of an evaluation pass: beyond that no kernel gets faster
-Result = TypeVar("Result")
+Output = TypeVar("Output")
 Blocks = Iterator[tuple[Ints, Array]]  # numbers of some sequences, and their predictions
 
 
@@ -70,7 +70,7 @@ def validate(model: Recurrent, source: Source, candidate: Candidate, ranks: Rank
     return loss_sum / max(1, target_sum)
 
 
-def in_microbatches(order: Ints, rows: int, compute: Callable[[Ints], Result]) -> Iterator[tuple[Ints, Result]]:
+def in_microbatches(order: Ints, rows: int, compute: Callable[[Ints], Output]) -> Iterator[tuple[Ints, Output]]:
     """Each microbatch with its result. Out of memory halves it; `GuardError` if not even one sequence fits."""
     while len(order):
         sequences = order[:rows]

@@ -41,13 +41,13 @@ class Sparse(msgspec.Struct, frozen=True, kw_only=True, tag="sparse"):
     coalesced: bool  # Whether each index occurs once. The rounding of the next addition depends on it.
 
 
-class Plain(msgspec.Struct, frozen=True, kw_only=True, tag="plain"):
+class Scalar(msgspec.Struct, frozen=True, kw_only=True, tag="plain"):
     """An entry of the optimizer's state that is not a tensor."""
 
     value: Any
 
 
-Entry = Dense | Sparse | Plain
+Entry = Dense | Sparse | Scalar
 
 
 class OptimizerState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -83,7 +83,7 @@ def weights(model: torch.nn.Module) -> dict[str, Tensor]:
 def _describe(name: str, value: object, tensors: dict[str, Tensor]) -> Entry:
     """Put a tensor of the optimizer's state among the tensors and return its description."""
     if not isinstance(value, Tensor):
-        return Plain(value=value)
+        return Scalar(value=value)
     if value.layout is not torch.sparse_coo:
         tensors[name] = value
         return Dense()
@@ -155,7 +155,7 @@ def _device_of(training: Training, group: dict[str, Any], parameter: Tensor, key
 
 
 def _rebuild(name: str, entry: Entry, file: TensorFile, device: torch.device) -> object:
-    if isinstance(entry, Plain):
+    if isinstance(entry, Scalar):
         return entry.value
     if isinstance(entry, Dense):
         return file.read(name).to(device, copy=True)

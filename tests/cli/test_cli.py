@@ -26,8 +26,8 @@ LSTM = "estimate --model lstm --seq 100"
 def document(capsys: Capture, line: str) -> dict[str, Any]:
     """The JSON document that a command line prints."""
     assert run([*line.split(), "--json"]) in (0, 1)
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
 
 
 def process(line: str, **settings: Any) -> subprocess.CompletedProcess[bytes]:
@@ -184,10 +184,10 @@ def test_every_knob_has_a_flag(capsys: Capture) -> None:
 def test_every_flag_reaches_its_field(capsys: Capture) -> None:
     knobs = "--microbatch 4 --accumulation 8 --precision bf16 --segments 3 --engine native --threads 2"
     more = "--levels 2 --keep host --offload --update fused --state-8bit --allocator system --workers 3 --prefetch 5"
-    found = document(capsys, f"{LSTM} {knobs} {more}")["candidate"]
+    result = document(capsys, f"{LSTM} {knobs} {more}")["candidate"]
     wanted = {"microbatch": 4, "accumulation": 8, "precision": "bf16", "segments": 3, "recompute": True}
     wanted |= {"engine": "native", "threads": 2, "offload": True, "update": "fused", "state_8bit": True}
-    assert found == wanted | {
+    assert result == wanted | {
         "allocator": "system",
         "workers": 3,
         "prefetch": 5,
@@ -222,9 +222,9 @@ def test_an_evaluation_needs_less(capsys: Capture) -> None:
 
 
 def test_a_named_card_brings_its_budget(capsys: Capture) -> None:
-    found = document(capsys, f"{LSTM} --device rtx-4090")
-    assert found["device"] == "rtx-4090"
-    assert 23 * GIB < found["budget_bytes"] < 24 * GIB
+    result = document(capsys, f"{LSTM} --device rtx-4090")
+    assert result["device"] == "rtx-4090"
+    assert 23 * GIB < result["budget_bytes"] < 24 * GIB
 
 
 def test_a_card_that_is_here_is_estimated(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +234,7 @@ def test_a_card_that_is_here_is_estimated(capsys: Capture, monkeypatch: pytest.M
 
 def test_devices_list_the_cards_that_are_here(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     answer(monkeypatch, card("GPU-aa11"), card("GPU-bb22"))
-    assert [one["device"] for one in document(capsys, "devices")["devices"]] == ["cpu", "cuda:0", "cuda:1"]
+    assert [device["device"] for device in document(capsys, "devices")["devices"]] == ["cpu", "cuda:0", "cuda:1"]
 
 
 def test_devices_show_the_cpu_even_if_the_cards_cannot_be_counted(
@@ -349,14 +349,14 @@ TINY = "probe --model gru --seq 30 --features 4 --hidden 8 --batch 4 --threads 1
 
 
 def test_a_probe_prints_its_record_beside_its_estimate(capsys: Capture, tmp_path: Path) -> None:
-    found = document(capsys, f"{TINY} --ledger {tmp_path / 'new' / 'ledger'}")
-    assert {"fits", "total_bytes", "terms", "moment", "engine", "device", "candidate"} <= {*found}
-    assert found["verdict"] == "FITS"
-    assert found["peak_bytes"] == sum(found["measured_terms"].values())
-    assert found["committed_bytes"] > 0
-    assert found["tokens_per_second"] == pytest.approx(4 * 30 / found["seconds_per_step"])
+    result = document(capsys, f"{TINY} --ledger {tmp_path / 'new' / 'ledger'}")
+    assert {"fits", "total_bytes", "terms", "moment", "engine", "device", "candidate"} <= {*result}
+    assert result["verdict"] == "FITS"
+    assert result["peak_bytes"] == sum(result["measured_terms"].values())
+    assert result["committed_bytes"] > 0
+    assert result["tokens_per_second"] == pytest.approx(4 * 30 / result["seconds_per_step"])
     (line,) = (tmp_path / "new/ledger/records.jsonl").read_text().splitlines()
-    assert json.loads(line)["peak_bytes"] == found["peak_bytes"]
+    assert json.loads(line)["peak_bytes"] == result["peak_bytes"]
 
 
 def test_a_probe_shows_estimate_and_measurement_side_by_side(capsys: Capture) -> None:
@@ -375,7 +375,7 @@ def test_a_probe_over_its_budget_is_an_answer_and_no_crash(capsys: Capture) -> N
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("--device a100-80gb", "needs a device that is here"),
         ("--timeout never", "--timeout must be"),
@@ -384,9 +384,9 @@ def test_a_probe_over_its_budget_is_an_answer_and_no_crash(capsys: Capture) -> N
         ("--evaluate", "Unknown option --evaluate"),
     ],
 )
-def test_a_probe_that_cannot_be_is_refused(capsys: Capture, words: str, told: str) -> None:
+def test_a_probe_that_cannot_be_is_refused(capsys: Capture, words: str, message: str) -> None:
     assert run([*TINY.split(), *words.split()]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_help_text_has_its_paragraphs_in_one_line_and_its_lists_in_several() -> None:

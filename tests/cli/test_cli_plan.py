@@ -26,7 +26,7 @@ from oomguard._cli.flags import FIXED, SEARCH
 from oomguard._core.units import GIB, MIB
 from oomguard._plan.find import AIMS
 from oomguard._plan.store import decode_plan, load_spec_plan
-from oomguard._report.plan import explain, show_plan
+from oomguard._report.plan import explain
 from oomguard._report.progress import Lines, progress_lines
 from oomguard._report.tables import Section, Table, printer, show_sections, show_table
 from oomguard._search.propose import Probe
@@ -97,8 +97,8 @@ def test_a_knob_that_is_given_is_fixed(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     knobs = "--microbatch 4 --segments 50 --recompute --no-offload --update fused --allow window,precision"
     assert run([*CARD.split(), *knobs.split(), "--output", str(path)]) == 0
-    found = load_spec_plan(path).candidate
-    assert (found.microbatch, found.segments, found.recompute, found.update) == (4, 50, True, "fused")
+    candidate = load_spec_plan(path).candidate
+    assert (candidate.microbatch, candidate.segments, candidate.recompute, candidate.update) == (4, 50, True, "fused")
 
 
 def test_every_knob_but_accumulation_can_be_fixed() -> None:
@@ -107,7 +107,7 @@ def test_every_knob_but_accumulation_can_be_fixed() -> None:
 
 
 def test_what_the_flags_of_a_search_say_is_what_it_does() -> None:
-    flags = {one.name: one for one in SEARCH}
+    flags = {flag.name: flag for flag in SEARCH}
     assert {*flags["maximize"].choices} == {*AIMS, "batch"}
     assert flags["allow"].choices == (*ALLOWED, "none")
     assert f"(default: {MAX_PROBES})" in flags["max_probes"].text
@@ -177,10 +177,10 @@ def test_lengths_are_those_of_the_data_as_train_would_cut_it(tmp_path: Path) -> 
     assert run(f"plan {OF_SALES} --data {source} --device t4 --output {path}".split()) == 0
     spec = load_spec_plan(path).spec
     assert (spec.steps, spec.lengths) == (7, {3: 2, 7: 1})
-    found = oomguard.find_feasible_config(
+    plan = oomguard.find_feasible_config(
         cell="gru", features=2, data=str(source), id="shop", target=("sold",), device="t4"
     )
-    assert found.spec == spec
+    assert plan.spec == spec
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_length_that_is_given_cuts_the_data(words: str, lengths: dict[int, int
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (f"{OF_SALES} --data sales.csv --seq 5", "must not be longer than the spec says (5 steps)"),
         (f"{OF_SALES} --data sales.csv --lengths 5:1", "Leave --lengths or --data out."),
@@ -211,12 +211,12 @@ def test_a_length_that_is_given_cuts_the_data(words: str, lengths: dict[int, int
     ],
 )
 def test_data_that_gives_no_lengths_is_told(
-    words: str, told: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    words: str, message: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("sales.csv").write_text(SALES)
     assert run(f"plan {words} --device t4".split()) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_an_array_of_lengths_is_read_from_a_file(tmp_path: Path, capsys: Capture) -> None:
@@ -242,11 +242,11 @@ def test_nothing_that_fits_ends_with_1_and_leaves_an_old_plan_alone(tmp_path: Pa
 
 def test_nothing_that_fits_is_one_json_document(tmp_path: Path, capsys: Capture) -> None:
     assert run([*HOPELESS.split(), "--json", "--output", str(tmp_path / "p.json")]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["fits"] is False
-    assert found["needed_bytes"] > found["budget_bytes"] == 700 * MIB
-    assert found["term"] in found["terms"]
-    assert {*found} >= {"message", "candidate", "ways", "records"}
+    document = json.loads(capsys.readouterr().out)
+    assert document["fits"] is False
+    assert document["needed_bytes"] > document["budget_bytes"] == 700 * MIB
+    assert document["term"] in document["terms"]
+    assert {*document} >= {"message", "candidate", "ways", "records"}
     assert not [*tmp_path.iterdir()]
 
 
@@ -273,12 +273,12 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("words", "told"), WRONG)
-def test_a_wrong_question_ends_with_2_and_one_message(words: str, told: str, capsys: Capture) -> None:
+@pytest.mark.parametrize(("words", "message"), WRONG)
+def test_a_wrong_question_ends_with_2_and_one_message(words: str, message: str, capsys: Capture) -> None:
     code = run(f"plan --model lstm --seq 100 --device t4 {words}".split())
     out, err = capsys.readouterr()
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert told in err
+    assert message in err
     assert ", but " in err or "Unknown option" in err
 
 
@@ -339,7 +339,7 @@ def screen(plan: oomguard.Plan, width: int = 80, encoding: str = "utf-8") -> str
     """What is shown of a plan on a terminal of that width and encoding."""
     written = io.BytesIO()
     buffer = io.TextIOWrapper(written, encoding=encoding)
-    show_plan(plan, None, Console(file=buffer, width=width, highlight=False, markup=False))
+    show_sections(explain(plan), Console(file=buffer, width=width, highlight=False, markup=False))
     buffer.flush()
     return written.getvalue().decode(encoding)
 
@@ -362,7 +362,7 @@ def test_the_screen_has_every_word(kind: str) -> None:
     plan = EVERY[kind]()
     shown = screen(plan, 300)
     assert [
-        one for part in explain(plan) for one in (part.title, *part.sentences, *part.lines) if one not in shown
+        line for part in explain(plan) for line in (part.title, *part.sentences, *part.lines) if line not in shown
     ] == []
 
 
@@ -396,11 +396,11 @@ def test_what_a_plan_says_does_not_steer_the_terminal(tmp_path: Path, capsys: Ca
     assert run(["show", str(path)]) == 0
     out = capsys.readouterr().out
     assert "T4\\x1b]0;owned\\x07\\x9b2J" in "".join(out.split())
-    assert {one for one in out if not one.isprintable()} == {"\n"}
+    assert {each for each in out if not each.isprintable()} == {"\n"}
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda text: "", "is not one"),
         (lambda text: text[:500], "is not one"),
@@ -410,18 +410,18 @@ def test_what_a_plan_says_does_not_steer_the_terminal(tmp_path: Path, capsys: Ca
     ],
     ids=["empty", "cut", "version", "field", "figure"],
 )
-def test_a_file_that_is_no_plan_is_refused(change: Any, told: str, tmp_path: Path, capsys: Capture) -> None:
+def test_a_file_that_is_no_plan_is_refused(change: Any, message: str, tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "p.json"
     oomguard.save_plan(reckoned(), path)
     path.write_text(change(path.read_text()))
     assert run(["show", str(path)]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert told in err
+    assert message in err
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("", "needs a plan file, but got none"),
         ("gone.json", "cannot be read"),
@@ -430,9 +430,9 @@ def test_a_file_that_is_no_plan_is_refused(change: Any, told: str, tmp_path: Pat
         ("a.json --jsn", "Did you mean --json"),
     ],
 )
-def test_a_wrong_way_to_show_is_refused(words: str, told: str, capsys: Capture) -> None:
+def test_a_wrong_way_to_show_is_refused(words: str, message: str, capsys: Capture) -> None:
     assert run(["show", *words.split()]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_an_epoch_of_so_many_sequences_is_shown(tmp_path: Path, capsys: Capture) -> None:
@@ -442,10 +442,10 @@ def test_an_epoch_of_so_many_sequences_is_shown(tmp_path: Path, capsys: Capture)
 
 
 @pytest.mark.parametrize("command", ["plan", "show"])
-def test_the_help_has_three_examples(command: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_help_has_three_examples_or_four(command: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     assert run([command, "--help"]) == 0
-    assert len(re.findall(rf"- oomguard {command} ", capsys.readouterr().out)) == 3
+    assert len(re.findall(rf"- oomguard {command} ", capsys.readouterr().out)) in (3, 4)
 
 
 @pytest.mark.parametrize(
@@ -464,12 +464,17 @@ def test_several_running_probes_have_a_line_each() -> None:
     spec = oomguard.Spec(cell="lstm", seq=10_000)
     probes = [
         Probe(
-            spec=spec, candidate=Candidate(microbatch=one), role="explore", passes=1, peak_bytes=GIB, seconds_per_pass=1
+            spec=spec,
+            candidate=Candidate(microbatch=each),
+            role="explore",
+            passes=1,
+            peak_bytes=GIB,
+            seconds_per_pass=1,
         )
-        for one in (8, 16)
+        for each in (8, 16)
     ]
-    found = Progress(probes=3, running=tuple(probes), best=None, seconds_left=61, budget_bytes=2 * GIB)
-    assert progress_lines(found, 61) == [
+    progress = Progress(probes=3, running=tuple(probes), best=None, seconds_left=61, budget_bytes=2 * GIB)
+    assert progress_lines(progress, 61) == [
         "3 probes done, at most 1 min 1 s left",
         "  trying 1.00 GiB of 2.00 GiB: T = 10,000, microbatch 8, segments 1",
         "  trying 1.00 GiB of 2.00 GiB: T = 10,000, microbatch 16, segments 1",

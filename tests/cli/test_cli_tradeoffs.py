@@ -31,16 +31,16 @@ def output(capsys: pytest.CaptureFixture[str], command: str, *words: str) -> str
 def refusal(capsys: pytest.CaptureFixture[str], command: str, *words: str) -> str:
     """What a command that is refused says."""
     assert run([*command.split(), *words]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    return said.err
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    return printed.err
 
 
 def test_the_screen_has_the_front_fastest_first(capsys: pytest.CaptureFixture[str]) -> None:
-    said = output(capsys, MODEL, "--over", "microbatch=1..64", "--over", "segments=1,4,16,64")
-    assert "256 candidates, 256 fit." in said
-    assert "Speeds are guesses" in said
-    rows = [re.split(r"\s{2,}", line.strip()) for line in said.splitlines() if re.match(r"\s+\d+ ", line)]
+    text = output(capsys, MODEL, "--over", "microbatch=1..64", "--over", "segments=1,4,16,64")
+    assert "256 candidates, 256 fit." in text
+    assert "Speeds are guesses" in text
+    rows = [re.split(r"\s{2,}", line.strip()) for line in text.splitlines() if re.match(r"\s+\d+ ", line)]
     speeds = [int(row[-1].replace(",", "")) for row in rows]
     assert speeds == sorted(speeds, reverse=True)
     assert rows[0][:2] == ["64 × 1", "1"]
@@ -48,26 +48,26 @@ def test_the_screen_has_the_front_fastest_first(capsys: pytest.CaptureFixture[st
 
 
 def test_the_json_is_the_whole_table(capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(output(capsys, MODEL, "--over", "microbatch=1..8", "--json"))
+    document = json.loads(output(capsys, MODEL, "--over", "microbatch=1..8", "--json"))
     table = oomguard.tradeoffs(cell="lstm", seq=10_000, device="a100-80gb", over={"microbatch": range(1, 9)})
-    assert found["over"] == {"microbatch": [*range(1, 9)]}
-    assert [row["total_bytes"] for row in found["rows"]] == table["total_bytes"].tolist()
-    assert found["rows"][0]["window"] is None
-    assert found["spec"]["cell"] == "lstm"
+    assert document["over"] == {"microbatch": [*range(1, 9)]}
+    assert [row["total_bytes"] for row in document["rows"]] == table["total_bytes"].tolist()
+    assert document["rows"][0]["window"] is None
+    assert document["spec"]["cell"] == "lstm"
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".parquet"])
 def test_a_table_can_be_read_back(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / f"new folder/table{suffix}"
-    said = output(capsys, MODEL, "--over", "microbatch=1..8", "--over", "window=none,500", "--output", str(path))
-    assert f"Written to {path}." in said.replace("\n", " ")
-    found = pd.read_csv(path) if suffix == ".csv" else pd.read_parquet(path)
+    text = output(capsys, MODEL, "--over", "microbatch=1..8", "--over", "window=none,500", "--output", str(path))
+    assert f"Written to {path}." in text.replace("\n", " ")
+    stored = pd.read_csv(path) if suffix == ".csv" else pd.read_parquet(path)
     over = {"microbatch": range(1, 9), "window": [None, 500]}
     table = oomguard.tradeoffs(cell="lstm", seq=10_000, device="a100-80gb", over=over)
-    assert [*found.columns] == [*table.columns]
-    assert found["total_bytes"].tolist() == table["total_bytes"].tolist()
-    assert found["window"].isna().tolist() == table["window"].isna().tolist()
-    assert found["precision"].tolist() == table["precision"].tolist()
+    assert [*stored.columns] == [*table.columns]
+    assert stored["total_bytes"].tolist() == table["total_bytes"].tolist()
+    assert stored["window"].isna().tolist() == table["window"].isna().tolist()
+    assert stored["precision"].tolist() == table["precision"].tolist()
 
 
 @pytest.mark.parametrize(
@@ -104,10 +104,10 @@ def test_a_plan_gives_model_device_budget_and_what_was_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(oomguard.save_plan(plan(), tmp_path / "plan.json"))
-    said = output(capsys, "tradeoffs", "--plan", path)
-    assert f"T = 4,000, batch 32 on cpu, budget 600.00 MiB, {len(plan().records)} records." in said
-    assert len([line for line in said.splitlines() if line.endswith(format_bytes(plan().peak_bytes))]) == 1
-    assert "guess" not in said
+    text = output(capsys, "tradeoffs", "--plan", path)
+    assert f"T = 4,000, batch 32 on cpu, budget 600.00 MiB, {len(plan().records)} records." in text
+    assert len([line for line in text.splitlines() if line.endswith(format_bytes(plan().peak_bytes))]) == 1
+    assert "guess" not in text
     ledger = Ledger(tmp_path / RECORDS)
     for record in plan().records:
         ledger.append(record)
@@ -120,21 +120,21 @@ def test_what_was_measured_is_on_the_screen_even_among_many_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(oomguard.save_plan(plan(), tmp_path / "plan.json"))
-    said = output(capsys, "tradeoffs --over segments=1..64 --over microbatch=1..32 --budget 20GiB --plan", path)
-    (line,) = [line for line in said.splitlines() if line.endswith(format_bytes(plan().peak_bytes))]
+    text = output(capsys, "tradeoffs --over segments=1..64 --over microbatch=1..32 --budget 20GiB --plan", path)
+    (line,) = [line for line in text.splitlines() if line.endswith(format_bytes(plan().peak_bytes))]
     assert line.split()[:4] == [str(segments()), "32", "×", "1"]
-    assert "with all measured rows" in said.replace("\n", " ")
+    assert "with all measured rows" in text.replace("\n", " ")
 
 
 def test_nothing_that_fits_is_exit_code_1_and_says_what_is_least(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*MODEL.split(), "--budget", "500MiB"]) == 1
-    said = capsys.readouterr().out
-    assert "Nothing fits" in said
-    assert "The smallest of them needs" in said
+    text = capsys.readouterr().out
+    assert "Nothing fits" in text
+    assert "The smallest of them needs" in text
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--output", "x.txt"], "--output must end in one of .csv, .parquet, .png, .html"),
         (["--output", "x"], "--output must end in one of .csv, .parquet, .png, .html"),
@@ -153,8 +153,8 @@ def test_nothing_that_fits_is_exit_code_1_and_says_what_is_least(capsys: pytest.
         (["--device", "a1000-gpu"], "--device"),
     ],
 )
-def test_a_wrong_question_is_one_message(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert said in refusal(capsys, MODEL, *words)
+def test_a_wrong_question_is_one_message(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in refusal(capsys, MODEL, *words)
 
 
 @pytest.mark.parametrize("suffix", [".png", ".html"])
@@ -164,14 +164,14 @@ def test_curves_of_several_models_are_refused(
 ) -> None:
     values = {"model": "lstm,gru"}.get(name, "8,16")
     words = f"tradeoffs --model lstm --seq 50 --over {name}={values} --over microbatch=1,2 --budget 1GiB --output"
-    said = refusal(capsys, words, str(tmp_path / f"h{suffix}"))
-    assert "Charts show one model" in said
-    assert f"but got --over {name}. Write .csv, or give one --{name}." in said
+    message = refusal(capsys, words, str(tmp_path / f"h{suffix}"))
+    assert "Charts show one model" in message
+    assert f"but got --over {name}. Write .csv, or give one --{name}." in message
     assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize(
-    ("over", "said"),
+    ("over", "message"),
     [
         ("hidden=512,1024", "Trade-offs of lstm, hidden 512 to 1,024"),
         ("hidden=512", "Trade-offs of lstm, hidden 512"),
@@ -182,10 +182,10 @@ def test_curves_of_several_models_are_refused(
     ],
 )
 def test_the_heading_names_no_single_value_of_what_varies(
-    over: str, said: str, capsys: pytest.CaptureFixture[str]
+    over: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = output(capsys, "tradeoffs --model lstm --seq 500 --device t4 --microbatch 1 --over", over).splitlines()
-    assert any(line == said or line.startswith(f"{said}, budget") for line in lines[:2])
+    assert any(line == message or line.startswith(f"{message}, budget") for line in lines[:2])
 
 
 def test_a_page_over_lengths_says_so_and_is_of_the_longest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,7 +198,7 @@ def test_a_page_over_lengths_says_so_and_is_of_the_longest(tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ("--hidden 512", "got --hidden. Leave it out, or leave --plan out and give --model."),
         ("--model gru", "got --model. Leave it out, or leave --plan out."),
@@ -206,9 +206,11 @@ def test_a_page_over_lengths_says_so_and_is_of_the_longest(tmp_path: Path, capsy
         ("--preset char-lm", "got --preset."),
     ],
 )
-def test_a_plan_takes_no_other_spec(given: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_takes_no_other_spec(
+    given: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = str(oomguard.save_plan(plan(), tmp_path / "plan.json"))
-    assert f"A plan has its own spec, but {said}" in refusal(capsys, f"tradeoffs {given} --plan", path)
+    assert f"A plan has its own spec, but {message}" in refusal(capsys, f"tradeoffs {given} --plan", path)
 
 
 def test_a_model_must_be_named_unless_there_is_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,7 +226,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_computed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
-    said = refusal(capsys, MODEL, "--output", str(tmp_path / "file" / "x.csv"))
-    assert "--output must be a file that can be written" in said
-    assert "such as tradeoffs.csv." in said
-    assert [one.name for one in tmp_path.iterdir()] == ["file"]
+    message = refusal(capsys, MODEL, "--output", str(tmp_path / "file" / "x.csv"))
+    assert "--output must be a file that can be written" in message
+    assert "such as tradeoffs.csv." in message
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -39,16 +39,16 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_plan_is_trained_and_the_run_told(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["train", "plan.json", "--data", "data.npy", "--epochs", "2", "--run", "r", "--validation", "0"]) == 0
-    told = capsys.readouterr()
-    assert "Trained after 10 steps: loss" in told.out
-    assert told.err == ""
+    printed = capsys.readouterr()
+    assert "Trained after 10 steps: loss" in printed.out
+    assert printed.err == ""
     assert (here / "r" / "metrics.csv").exists()
 
 
 def test_as_json_it_is_one_document(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["train", "plan.json", "--data", "data.npy", "--steps", "3", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["run"], found["steps"], found["ended"], found["rung"]) == ("runs/gru-6", 3, "done", 0)
+    document = json.loads(capsys.readouterr().out)
+    assert (document["run"], document["steps"], document["ended"], document["rung"]) == ("runs/gru-6", 3, "done", 0)
 
 
 def test_a_run_is_taken_up_and_used(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,9 +89,9 @@ def test_misuse_is_one_message_and_exit_code_2(
     here: Path, capsys: pytest.CaptureFixture[str], words: str, message: str
 ) -> None:
     assert run(words.split()) == 2
-    told = capsys.readouterr()
-    assert message in told.err
-    assert told.out == ""
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.out == ""
 
 
 def test_bad_data_is_named_with_its_place(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,7 +164,7 @@ def test_every_option_has_its_flag() -> None:
 
 
 def test_the_schedules_are_those_that_the_help_names() -> None:
-    assert next(one.choices for one in TRAINED if one.name == "schedule") == get_args(Schedule)
+    assert next(flag.choices for flag in TRAINED if flag.name == "schedule") == get_args(Schedule)
 
 
 def test_nothing_is_shown_where_nobody_looks() -> None:
@@ -210,14 +210,14 @@ def test_what_was_cut_and_left_out_is_told(here: Path, capsys: pytest.CaptureFix
     words = "train plan.json --data data.npy --truncate --nan drop"
     assert run(f"{words} --run r".split()) == 0
     line = "40 were cut to the length of the spec, 1 was left out for a NaN."
-    told = capsys.readouterr()
-    assert f"Of all sequences, {line}" in " ".join(told.out.split())
-    assert f"Step 0, data: Of all sequences, {line}" in told.err
+    printed = capsys.readouterr()
+    assert f"Of all sequences, {line}" in " ".join(printed.out.split())
+    assert f"Step 0, data: Of all sequences, {line}" in printed.err
     events = Events(here / "r" / "events.jsonl").read()
-    assert [(one.kind, one.figures) for one in events] == [("data", {"truncated": 40, "dropped": 1, "short": 0})]
+    assert [(event.kind, event.figures) for event in events] == [("data", {"truncated": 40, "dropped": 1, "short": 0})]
     assert run(f"{words} --run s --json".split()) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["truncated"], found["dropped"], found["short"]) == (40, 1, 0)
+    document = json.loads(capsys.readouterr().out)
+    assert (document["truncated"], document["dropped"], document["short"]) == (40, 1, 0)
 
 
 def test_sequences_that_are_too_long_are_counted_in_all_parts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,10 +227,10 @@ def test_sequences_that_are_too_long_are_counted_in_all_parts(here: Path, capsys
 
 
 def test_an_interrupted_run_says_how_to_go_on() -> None:
-    told: Any = {"steps": 3, "loss": 0.5, "validation_loss": None, "ended": "interrupted", "rung": 2, "peak_bytes": 1}
+    fields: Any = {"steps": 3, "loss": 0.5, "validation_loss": None, "ended": "interrupted", "rung": 2, "peak_bytes": 1}
     console = Console(width=100)
     with console.capture() as captured:
-        show_training(Result(run=Path("r"), model=None, missing=Missing(), **told), console)  # type: ignore[arg-type]
+        show_training(Result(run=Path("r"), model=None, missing=Missing(), **fields), console)  # type: ignore[arg-type]
     assert "Interrupted after 3 steps: loss 0.5." in captured.get()
     assert "fallback 2" in captured.get()
     assert "--resume" in captured.get()

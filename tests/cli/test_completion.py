@@ -40,7 +40,7 @@ def offered(typed: str, shell: str = "bash") -> set[str]:
         _OOMGUARD_COMPLETE=f"complete_{shell}", _TYPER_COMPLETE_ARGS=line, _TYPER_COMPLETE_FISH_ACTION="get-args"
     )
     if shell == "fish":  # a word a line, its help after a tab
-        return {one.partition("\t")[0] for one in out.splitlines() if one.strip() and not one.startswith(" ")}
+        return {line.partition("\t")[0] for line in out.splitlines() if line.strip() and not line.startswith(" ")}
     return {*re.findall(r'(?:^|\(\()"([^"]+)"', out, re.MULTILINE)}  # "word":"its help", in double parentheses
 
 
@@ -102,10 +102,10 @@ def test_the_script_of_a_shell_is_shown(shell: str) -> None:
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_it_is_installed_for_a_shell(shell: str, tmp_path: Path) -> None:
-    told = oomguard(
+    installed = oomguard(
         *("--install-completion", shell), HOME=str(tmp_path), _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1"
     )
-    assert "installed" in told
+    assert "installed" in installed
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert any(f"complete_{shell}" in path.read_text() for path in written)
 

@@ -101,9 +101,9 @@ def test_a_negative_size_is_written_like_the_positive_one_with_a_sign(size_bytes
 
 
 @given(st.integers(0, MAX_BYTES), st.integers(0, MAX_BYTES))
-def test_a_larger_size_is_never_written_smaller(one: int, other: int) -> None:
+def test_a_larger_size_is_never_written_smaller(size_bytes: int, other_bytes: int) -> None:
     units = {"B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
-    shown = [format_bytes(size).replace(",", "").split() for size in sorted((one, other))]
+    shown = [format_bytes(size).replace(",", "").split() for size in sorted((size_bytes, other_bytes))]
     values = [float(number) * units[unit] for number, unit in shown]
     assert values[0] <= values[1]
 

@@ -46,20 +46,20 @@ each = pytest.mark.parametrize("wanted", KINDS, ids=str)
 
 @each
 def test_a_full_microbatch_has_the_layout_that_probes_measure(wanted: Spec) -> None:
-    found, probed = made(wanted, 4, 4, 4), random_microbatch(wanted, 3, torch.Generator())
-    for own, other in zip(found[:2], probed[:2], strict=True):
+    microbatch, probed = made(wanted, 4, 4, 4), random_microbatch(wanted, 3, torch.Generator())
+    for own, other in zip(microbatch[:2], probed[:2], strict=True):
         assert (own.shape, own.dtype, own.stride()) == (other.shape, other.dtype, other.stride())
 
 
 @each
 def test_padding_is_zero_and_its_targets_do_not_count(wanted: Spec) -> None:
-    found = made(wanted, 3, 1)
-    assert found.inputs.shape[1 if wanted.batch_first else 0] == 3  # its own longest, not the spec's
-    inputs = found.inputs if wanted.batch_first else found.inputs.transpose(0, 1)
+    microbatch = made(wanted, 3, 1)
+    assert microbatch.inputs.shape[1 if wanted.batch_first else 0] == 3  # its own longest, not the spec's
+    inputs = microbatch.inputs if wanted.batch_first else microbatch.inputs.transpose(0, 1)
     assert inputs[1, 1:].count_nonzero() == 0
     assert inputs[0].count_nonzero() == inputs[0].numel()
-    assert found.lengths.tolist() == [3, 1]
-    assert count_targets(wanted, found) == (4 if wanted.head == "per-step" else 2)
+    assert microbatch.lengths.tolist() == [3, 1]
+    assert count_targets(wanted, microbatch) == (4 if wanted.head == "per-step" else 2)
 
 
 def test_classes_are_padded_with_the_ignored_one() -> None:
@@ -76,6 +76,6 @@ def test_lengths_are_there_only_with_padding_or_packing() -> None:
 def test_the_step_takes_it(wanted: Spec) -> None:
     torch.manual_seed(0)
     training = prepare(wanted, Candidate(microbatch=2))
-    found = made(wanted, 3, 1)
-    loss = step(training, [found], count_targets(wanted, found)).loss
+    microbatch = made(wanted, 3, 1)
+    loss = step(training, [microbatch], count_targets(wanted, microbatch)).loss
     assert torch.isfinite(loss)

@@ -65,21 +65,21 @@ def test_pairs_come_as_they_were_given(form: Any) -> None:
     given = pairs(3, 1, 4)
     source = open_source(form(given), spec())
     assert source.lengths.tolist() == [3, 1, 4]
-    assert inputs_of(source) == [one.tolist() for one, _ in given]
-    assert targets_of(source) == [one.tolist() for _, one in given]
+    assert inputs_of(source) == [value.tolist() for value, _ in given]
+    assert targets_of(source) == [value.tolist() for _, value in given]
 
 
 @FORMS
 def test_tensors_of_tokens_and_classes_will_do(form: Any) -> None:
     given = [(torch.tensor([1, 2, 3]), torch.tensor(4)), (torch.tensor([5]), torch.tensor(0))]
     source = open_source(form(given), tokens(head="last-step"))
-    assert (inputs_of(source), [int(one) for one in targets_of(source)]) == ([[1, 2, 3], [5]], [4, 0])
+    assert (inputs_of(source), [int(target) for target in targets_of(source)]) == ([[1, 2, 3], [5]], [4, 0])
 
 
 def test_a_tensor_dataset_is_a_source() -> None:
     inputs, targets = torch.randn(5, 4, 2), torch.randn(5, 4, 1)
-    found = open_source(TensorDataset(inputs, targets), spec())
-    np.testing.assert_array_equal(found[3][0], inputs[3])
+    source = open_source(TensorDataset(inputs, targets), spec())
+    np.testing.assert_array_equal(source[3][0], inputs[3])
 
 
 def test_a_tensor_is_an_array() -> None:
@@ -189,7 +189,7 @@ def test_pairs_are_split_by_series(form: Any) -> None:
     options = DataOptions(validation=0.3, normalise="none")
     data = open_data(form(pairs(*[2] * 10)), spec(), options)
     assert data.validation is not None
-    firsts = [int(one[0][0]) // 100 for side in (data.train, data.validation) for one in inputs_of(side)]
+    firsts = [int(sequence[0][0]) // 100 for side in (data.train, data.validation) for sequence in inputs_of(side)]
     assert (len(data.validation), sorted(firsts)) == (3, list(range(10)))
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from oomguard._cli.flags import CUT
 from oomguard._core.errors import MisuseError
-from oomguard._data.open import CUTTING, MAX_LENGTHS, histogram, open_source, read_lengths, spec_from_data
-from oomguard._data.options import DataOptions
+from oomguard._data.open import MAX_LENGTHS, histogram, open_source, read_lengths, spec_from_data
+from oomguard._data.options import CUTTING, DataOptions
 from oomguard._spec.spec import Spec
 
 
@@ -25,15 +25,15 @@ def test_a_source_has_a_histogram_that_a_spec_takes() -> None:
 
 @pytest.mark.parametrize("data", [[np.zeros((n, 3)) for n in (3, 9)], numbers(2, 9, 3)], ids=["pairs", "array"])
 def test_data_from_python_gives_a_spec_its_lengths(data: Any) -> None:
-    given = data if isinstance(data, np.ndarray) else [(one[:, :2], one[:, 2]) for one in data]
+    given = data if isinstance(data, np.ndarray) else [(each[:, :2], each[:, 2]) for each in data]
     fields = {"cell": "gru", "features": 2, "hidden": 4, "batch": 4}
-    found = spec_from_data(fields, given, DataOptions())
-    assert found == spec(seq=9, lengths={9: 2} if isinstance(data, np.ndarray) else {3: 1, 9: 1})
+    planned = spec_from_data(fields, given, DataOptions())
+    assert planned == spec(seq=9, lengths={9: 2} if isinstance(data, np.ndarray) else {3: 1, 9: 1})
 
 
 def test_options_that_decide_on_the_sequences_are_flags_of_a_plan() -> None:
     assert {*CUTTING} <= {*DataOptions.__struct_fields__}
-    assert {one.name for one in CUT[1:]} == {*CUTTING} - {"limit"}
+    assert {flag.name for flag in CUT[1:]} == {*CUTTING} - {"limit"}
 
 
 def test_close_lengths_are_counted_together() -> None:
@@ -43,11 +43,11 @@ def test_close_lengths_are_counted_together() -> None:
 @given(st.lists(st.integers(1, 10**9), min_size=1, max_size=400), st.integers(1, 300))
 def test_lengths_are_rounded_up_never_down_and_none_is_lost(lengths: list[int], most: int) -> None:
     distinct, counts = np.unique(lengths, return_counts=True)
-    found = histogram(distinct, counts, most)
-    assert len(found) <= most
-    assert sum(found.values()) == len(lengths)
-    assert max(found) == max(lengths)
-    rounded = np.repeat(list(found), list(found.values()))
+    grouped = histogram(distinct, counts, most)
+    assert len(grouped) <= most
+    assert sum(grouped.values()) == len(lengths)
+    assert max(grouped) == max(lengths)
+    rounded = np.repeat(list(grouped), list(grouped.values()))
     assert (rounded >= np.sort(lengths)).all()
 
 
@@ -71,8 +71,8 @@ def test_an_array_of_lengths(tmp_path: Path) -> None:
 
 
 def test_many_lengths_are_bounded(tmp_path: Path) -> None:
-    found = read_lengths(saved(tmp_path / "l.npy", np.arange(1, 10_000)))
-    assert (len(found) <= MAX_LENGTHS, sum(found.values()), max(found)) == (True, 9_999, 9_999)
+    lengths = read_lengths(saved(tmp_path / "l.npy", np.arange(1, 10_000)))
+    assert (len(lengths) <= MAX_LENGTHS, sum(lengths.values()), max(lengths)) == (True, 9_999, 9_999)
 
 
 @pytest.mark.parametrize(

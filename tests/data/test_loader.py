@@ -56,23 +56,23 @@ def loader(**changes: Any) -> Loader:
     return Loader(**fields | changes)
 
 
-def same(one: Microbatch, other: Microbatch) -> bool:
-    lengths = (one.lengths is None) == (other.lengths is None)
-    if one.lengths is not None and other.lengths is not None:
-        lengths = torch.equal(one.lengths, other.lengths)
-    return lengths and torch.equal(one.inputs, other.inputs) and torch.equal(one.targets, other.targets)
+def same(first: Microbatch, other: Microbatch) -> bool:
+    lengths = (first.lengths is None) == (other.lengths is None)
+    if first.lengths is not None and other.lengths is not None:
+        lengths = torch.equal(first.lengths, other.lengths)
+    return lengths and torch.equal(first.inputs, other.inputs) and torch.equal(first.targets, other.targets)
 
 
-def all_same(some: list[Microbatch], others: list[Microbatch]) -> bool:
-    return len(some) == len(others) and all(map(same, some, others))
+def all_same(firsts: list[Microbatch], others: list[Microbatch]) -> bool:
+    return len(firsts) == len(others) and all(map(same, firsts, others))
 
 
 def flat(loader: Loader, start: Position | None = None) -> list[Microbatch]:
-    return [one for batch in loader.batches(start) for one in batch.microbatches()]
+    return [microbatch for batch in loader.batches(start) for microbatch in batch.microbatches()]
 
 
 def seen(microbatches: list[Microbatch]) -> list[int]:
-    return sorted(int(value) for one in microbatches for value in one.inputs.amax(dim=(0, 2)))
+    return sorted(int(value) for microbatch in microbatches for value in microbatch.inputs.amax(dim=(0, 2)))
 
 
 def test_every_sequence_comes_once() -> None:
@@ -84,7 +84,7 @@ def test_the_targets_of_a_batch_are_those_that_its_microbatches_have() -> None:
         wanted = spec(seq=5, batch=4, head=head)
         made = Loader(source=open_source(numbers(33, 3), wanted), spec=wanted, buckets={5: 3})
         for batch in made.batches():
-            assert batch.targets == sum(count_targets(wanted, one) for one in batch.microbatches())
+            assert batch.targets == sum(count_targets(wanted, microbatch) for microbatch in batch.microbatches())
 
 
 def test_the_targets_are_known_without_reading() -> None:
@@ -105,7 +105,7 @@ def test_a_batch_can_be_asked_for_again_in_smaller_microbatches(size: int) -> No
     for batch in loader().batches():
         whole, pieces = list(batch.microbatches()), split_again(batch, size)
         assert seen(whole) == seen(pieces)
-        assert all(one.inputs.shape[1] <= size for one in pieces)
+        assert all(piece.inputs.shape[1] <= size for piece in pieces)
 
 
 def test_microbatches_are_read_one_at_a_time() -> None:
@@ -133,7 +133,7 @@ def test_training_goes_on_in_the_middle_of_an_epoch(workers: int, done: int) -> 
     made = loader(seed=3)
     expected = [list(batch.microbatches()) for batch in made.batches(Position(epoch=1))]
     rest = flat(replace(made, workers=workers), Position(epoch=1, done=done))
-    assert all_same(rest, [one for batch in expected[done:] for one in batch])
+    assert all_same(rest, [microbatch for batch in expected[done:] for microbatch in batch])
 
 
 def test_what_was_done_is_not_read_again() -> None:
@@ -145,8 +145,8 @@ def test_what_was_done_is_not_read_again() -> None:
 
 
 def test_a_batch_knows_where_training_is_after_it() -> None:
-    found = [batch.after for batch in loader().batches(Position(epoch=2))]
-    assert found == [*(Position(epoch=2, done=done) for done in (1, 2, 3)), Position(epoch=3)]
+    positions = [batch.after for batch in loader().batches(Position(epoch=2))]
+    assert positions == [*(Position(epoch=2, done=done) for done in (1, 2, 3)), Position(epoch=3)]
 
 
 def test_workers_give_the_same_batches_as_none(tmp_path: Path) -> None:
@@ -211,15 +211,15 @@ def test_workers_end_with_the_epoch_and_when_it_is_left(tmp_path: Path) -> None:
 def test_what_a_killed_worker_had_to_do_is_done_here() -> None:
     before = {child.pid for child in children()}
     made = loader(workers=1, buckets={8: 1}, prefetch=1)
-    found = []
+    received = []
     for batch in made.batches():
-        for one in batch.microbatches():
-            found.append(one)
-            if len(found) == 8:  # in the middle of a batch
+        for microbatch in batch.microbatches():
+            received.append(microbatch)
+            if len(received) == 8:  # in the middle of a batch
                 [worker] = (child for child in children() if child.pid not in before)
                 worker.kill()
     assert batch.lost is not None
-    assert all(same(*pair) for pair in zip(found, flat(replace(made, workers=0)), strict=True))
+    assert all(same(*pair) for pair in zip(received, flat(replace(made, workers=0)), strict=True))
 
 
 def test_a_worker_that_dies_disturbs_nobody_who_does_not_wait_for_it() -> None:
@@ -298,8 +298,8 @@ def test_the_size_of_microbatches_does_not_change_the_gradient() -> None:
         step(training, microbatches, batch.targets)
         return [p.detach() for p in training.model.parameters()]
 
-    for one, other in zip(weights(None), weights(1), strict=True):
-        torch.testing.assert_close(one, other)
+    for each, other in zip(weights(None), weights(1), strict=True):
+        torch.testing.assert_close(each, other)
 
 
 def replace_optimizer(wanted: Spec) -> Spec:
@@ -322,9 +322,9 @@ def test_values_are_checked_at_birth(changes: dict[str, int]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("workers", [0, 1])
 def test_microbatches_for_a_card_are_pinned(workers: int) -> None:
-    for one in flat(loader(pinned=True, workers=workers)):
-        assert one.inputs.is_pinned()
-        assert one.targets.is_pinned()
+    for microbatch in flat(loader(pinned=True, workers=workers)):
+        assert microbatch.inputs.is_pinned()
+        assert microbatch.targets.is_pinned()
 
 
 @pytest.mark.parametrize("free_bytes", [0, 200 * MIB, 400 * MIB, GIB, 10 * GIB])
@@ -340,9 +340,9 @@ def test_a_loader_fits_into_what_is_free(free_bytes: int, microbatch: int, pinne
 
 def test_more_free_memory_never_gives_fewer_workers() -> None:
     wanted = Spec(cell="lstm", seq=10_000, batch=32)
-    found = [size_loader(wanted, Candidate(microbatch=32), free * 100 * MIB, cores=8)[0] for free in range(40)]
-    assert found == sorted(found)
-    assert (found[0], found[-1]) == (0, 4)
+    workers = [size_loader(wanted, Candidate(microbatch=32), free * 100 * MIB, cores=8)[0] for free in range(40)]
+    assert workers == sorted(workers)
+    assert (workers[0], workers[-1]) == (0, 4)
 
 
 def test_a_core_is_left_for_the_training() -> None:

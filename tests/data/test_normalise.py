@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from oomguard._data.open import open_data
 from oomguard._data.options import DataOptions
-from oomguard._data.rows import Moments, Normaliser, Source
+from oomguard._data.rows import Normaliser, RunningStatistics, Source
 from oomguard._data.source import Array
 
 
@@ -27,11 +27,11 @@ def steps_of(source: Source) -> Array:
 @pytest.mark.parametrize("shape", [(103, 3), (20, 4, 3)])
 def test_mean_and_deviation_are_those_of_the_training_part(shape: tuple[int, ...]) -> None:
     plain = open_data(noise(*shape), spec(), DataOptions(normalise="none")).train
-    found = open_data(noise(*shape), spec()).normaliser
-    assert found is not None
-    np.testing.assert_allclose(found.mean, steps_of(plain).mean(axis=0), rtol=1e-12)
-    np.testing.assert_allclose(found.std, steps_of(plain).std(axis=0), rtol=1e-10)
-    assert found.steps == len(steps_of(plain))
+    normaliser = open_data(noise(*shape), spec()).normaliser
+    assert normaliser is not None
+    np.testing.assert_allclose(normaliser.mean, steps_of(plain).mean(axis=0), rtol=1e-12)
+    np.testing.assert_allclose(normaliser.std, steps_of(plain).std(axis=0), rtol=1e-10)
+    assert normaliser.steps == len(steps_of(plain))
 
 
 def test_validation_does_not_move_it() -> None:
@@ -87,7 +87,7 @@ def test_a_source_describes_its_normaliser_in_plain_values() -> None:
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=10), st.floats(-1e8, 1e8))
 def test_blocks_of_any_size_give_what_the_whole_gives(sizes: list[int], offset: float) -> None:
     whole: Any = np.random.default_rng(1).normal(size=(sum(sizes), 2)) + offset
-    moments = Moments()
+    moments = RunningStatistics()
     for block in np.split(whole, np.cumsum(sizes)[:-1]):
         moments.add(block)
     np.testing.assert_allclose(moments.mean, whole.mean(axis=0), rtol=1e-12, atol=1e-12)

@@ -31,12 +31,12 @@ def buckets_of(order: Order, sequences: Any) -> set[int]:
 
 @given(orders(), st.integers(0, 5))
 def test_every_sequence_comes_once_in_every_epoch(order: Order, epoch: int) -> None:
-    assert sorted(one for batch in batches(order, epoch) for one in batch) == list(range(len(order.lengths)))
+    assert sorted(sequence for batch in batches(order, epoch) for sequence in batch) == list(range(len(order.lengths)))
 
 
 @given(orders())
 def test_every_batch_is_full_but_perhaps_the_last(order: Order) -> None:
-    sizes = [len(one) for one in batches(order)]
+    sizes = [len(batch) for batch in batches(order)]
     assert all(size == order.batch for size in sizes[:-1])
     assert 0 < sizes[-1] <= order.batch
     assert len(sizes) == len(order)
@@ -46,7 +46,7 @@ def test_every_batch_is_full_but_perhaps_the_last(order: Order) -> None:
 def test_a_batch_is_of_one_bucket_where_possible(order: Order) -> None:
     home = np.searchsorted(order.bounds, order.lengths)
     possible = sum(np.bincount(home) // order.batch)
-    alone = sum(len(one) == order.batch and len(buckets_of(order, one)) == 1 for one in batches(order))
+    alone = sum(len(batch) == order.batch and len(buckets_of(order, batch)) == 1 for batch in batches(order))
     assert alone >= possible
 
 
@@ -72,9 +72,9 @@ def test_the_same_seed_and_epoch_give_the_same_order(order: Order) -> None:
 
 
 def test_another_epoch_or_seed_gives_another_order() -> None:
-    one = Order(lengths=np.ones(100, int), buckets={1: 4}, batch=8)
+    order = Order(lengths=np.ones(100, int), buckets={1: 4}, batch=8)
     other = Order(lengths=np.ones(100, int), buckets={1: 4}, batch=8, seed=1)
-    assert len({str(batches(one, 0)), str(batches(one, 1)), str(batches(other, 0))}) == 3
+    assert len({str(batches(order, 0)), str(batches(order, 1)), str(batches(other, 0))}) == 3
 
 
 def test_buckets_take_turns() -> None:
@@ -83,7 +83,7 @@ def test_buckets_take_turns() -> None:
         buckets={10: 2, 1: 8},
         batch=8,
     )
-    turns = [buckets_of(order, one).pop() for one in batches(order)]
+    turns = [buckets_of(order, batch).pop() for batch in batches(order)]
     assert turns != sorted(turns)
     assert turns != sorted(turns, reverse=True)
 
@@ -104,9 +104,9 @@ def padding_share(order: Order) -> float:
 
 def test_buckets_leave_little_padding() -> None:
     lengths = np.random.default_rng(0).integers(1, 1000, 2000)
-    one = Order(lengths=lengths, buckets={1000: 8}, batch=8)
+    order = Order(lengths=lengths, buckets={1000: 8}, batch=8)
     many = Order(lengths=lengths, buckets={100 * i: 8 for i in range(1, 11)}, batch=8)
-    assert padding_share(one) > 0.4
+    assert padding_share(order) > 0.4
     assert padding_share(many) < 0.15
 
 

@@ -108,7 +108,7 @@ def test_text_of_a_gib_is_mapped(tmp_path: Path) -> None:
 def large_csv(path: Path) -> Path:
     rng = np.random.default_rng(0)
     rows, ids = rng.normal(size=(50_000, 4)).tolist(), rng.integers(0, 50, 50_000)
-    lines = "".join(f"{one},{','.join(map(repr, row))}\n" for one, row in zip(ids, rows, strict=True))
+    lines = "".join(f"{each},{','.join(map(repr, row))}\n" for each, row in zip(ids, rows, strict=True))
     with (path / "t.csv").open("w") as file:
         file.write("id,a,b,c,y\n")
         for _ in range(40):

@@ -19,8 +19,8 @@ from oomguard._data.rows import Source
 def rows_of(source: Source | None) -> set[float]:
     """The rows that a source reads, as inputs or as targets: their first column is their number."""
     assert source is not None
-    found = [part[:, 0] for index in range(len(source)) for part in source[index]]
-    return {float(row) for part in found for row in part}
+    parts = [part[:, 0] for index in range(len(source)) for part in source[index]]
+    return {float(row) for part in parts for row in part}
 
 
 def numbered(*shape: int) -> Any:

@@ -39,16 +39,16 @@ def saved(path: Path, columns: dict[str, list[Any]], kind: str) -> Path:
 @KINDS
 def test_a_table_without_an_id_is_one_long_series(tmp_path: Path, kind: str) -> None:
     path = saved(tmp_path, {name: TABLE[name] for name in ("x", "y", "price")}, kind)
-    found = open_source(path, spec())
-    assert found.lengths.tolist() == [4, 2]
-    np.testing.assert_array_equal(found[1][0], [[5, 50], [6, 60]])
-    np.testing.assert_array_equal(found[1][1], np.array([[0.5], [0.6]], np.float32))
+    opened = open_source(path, spec())
+    assert opened.lengths.tolist() == [4, 2]
+    np.testing.assert_array_equal(opened[1][0], [[5, 50], [6, 60]])
+    np.testing.assert_array_equal(opened[1][1], np.array([[0.5], [0.6]], np.float32))
 
 
 @KINDS
 def test_rows_of_one_id_are_one_series_wherever_they_stand(tmp_path: Path, kind: str) -> None:
-    found = open_source(saved(tmp_path, TABLE, kind), spec(), DataOptions(id="shop"))
-    assert inputs_of(found) == [[[1, 10], [3, 30], [6, 60]], [[2, 20], [5, 50]], [[4, 40]]]
+    opened = open_source(saved(tmp_path, TABLE, kind), spec(), DataOptions(id="shop"))
+    assert inputs_of(opened) == [[[1, 10], [3, 30], [6, 60]], [[2, 20], [5, 50]], [[4, 40]]]
 
 
 def test_rows_are_brought_together_over_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,51 +59,51 @@ def test_rows_are_brought_together_over_many_blocks(tmp_path: Path, monkeypatch:
     rng = np.random.default_rng(0)
     ids = rng.integers(0, 7, 500)
     columns = {"id": ids.tolist(), "a": np.arange(500).tolist(), "b": [0] * 500, "y": (np.arange(500) * 2).tolist()}
-    found = open_source(saved(tmp_path, columns, "csv"), spec(seq=500), DataOptions(id="id"))
+    opened = open_source(saved(tmp_path, columns, "csv"), spec(seq=500), DataOptions(id="id"))
     firsts = list(dict.fromkeys(ids.tolist()))
-    for index, one in enumerate(firsts):
-        rows = np.flatnonzero(ids == one)
-        np.testing.assert_array_equal(found[index][0][:, 0], rows)
-        np.testing.assert_array_equal(found[index][1][:, 0], rows * 2)
+    for index, each in enumerate(firsts):
+        rows = np.flatnonzero(ids == each)
+        np.testing.assert_array_equal(opened[index][0][:, 0], rows)
+        np.testing.assert_array_equal(opened[index][1][:, 0], rows * 2)
 
 
 @KINDS
 def test_named_columns_and_targets(tmp_path: Path, kind: str) -> None:
     options = DataOptions(id="shop", columns=("price", "y"), target=("x",))
-    found = open_source(saved(tmp_path, TABLE, kind), spec(), options)
-    assert (found[2][0].tolist(), found[2][1].tolist()) == ([[pytest.approx(0.4), 40]], [[4]])
+    opened = open_source(saved(tmp_path, TABLE, kind), spec(), options)
+    assert (opened[2][0].tolist(), opened[2][1].tolist()) == ([[pytest.approx(0.4), 40]], [[4]])
 
 
 def test_a_target_that_is_an_input_lies_ahead(tmp_path: Path) -> None:
     options = DataOptions(id="shop", columns=("x", "y"), target=("y",))
-    found = open_source(saved(tmp_path, TABLE, "csv"), spec(), options)
-    assert inputs_of(found) == [[[1, 10], [3, 30]], [[2, 20]]]  # c has no second row
-    assert targets_of(found) == [[[30], [60]], [[50]]]
-    assert found.describe()["short"] == 1
+    opened = open_source(saved(tmp_path, TABLE, "csv"), spec(), options)
+    assert inputs_of(opened) == [[[1, 10], [3, 30]], [[2, 20]]]  # c has no second row
+    assert targets_of(opened) == [[[30], [60]], [[50]]]
+    assert opened.describe()["short"] == 1
 
 
 def test_the_last_row_of_a_series_is_the_target_of_a_last_step_head(tmp_path: Path) -> None:
     options = DataOptions(id="shop", columns=("x", "y"), target=("price",))
-    found = open_source(saved(tmp_path, TABLE, "csv"), spec(head="last-step"), options)
-    assert [one[0] for one in targets_of(found)] == [pytest.approx(0.6), pytest.approx(0.5), pytest.approx(0.4)]
+    opened = open_source(saved(tmp_path, TABLE, "csv"), spec(head="last-step"), options)
+    assert [each[0] for each in targets_of(opened)] == [pytest.approx(0.6), pytest.approx(0.5), pytest.approx(0.4)]
 
 
 @KINDS
 def test_tokens_in_a_column(tmp_path: Path, kind: str) -> None:
     path = saved(tmp_path, {"doc": [1, 1, 1, 2, 2], "token": [3, 4, 5, 6, 7]}, kind)
-    found = open_source(path, tokens(), DataOptions(id="doc"))
-    assert (inputs_of(found), targets_of(found)) == ([[3, 4], [6]], [[4, 5], [7]])
+    opened = open_source(path, tokens(), DataOptions(id="doc"))
+    assert (inputs_of(opened), targets_of(opened)) == ([[3, 4], [6]], [[4, 5], [7]])
 
 
 def test_classes_in_a_column(tmp_path: Path) -> None:
     path = saved(tmp_path, {"a": [1, 2], "b": [3, 4], "kind": [0, 2]}, "csv")
-    found = open_source(path, spec(loss="cross-entropy", outputs=3))
-    assert (found[0][1].tolist(), found[0][1].dtype.name) == ([0, 2], "int64")
+    opened = open_source(path, spec(loss="cross-entropy", outputs=3))
+    assert (opened[0][1].tolist(), opened[0][1].dtype.name) == ([0, 2], "int64")
 
 
 def test_a_csv_of_numbers_alone_needs_no_header(tmp_path: Path) -> None:
-    found = open_source(written(tmp_path / "t.csv", "1,2,3\n4,5,6\n"), spec())
-    assert inputs_of(found) == [[[1, 2], [4, 5]]]
+    opened = open_source(written(tmp_path / "t.csv", "1,2,3\n4,5,6\n"), spec())
+    assert inputs_of(opened) == [[[1, 2], [4, 5]]]
 
 
 @pytest.mark.parametrize("mark", [",", ";", "\t"])
@@ -120,7 +120,7 @@ def test_two_processes_may_convert_at_once(tmp_path: Path) -> None:
         "assert len(source) == 2000 and source[1999][0].sum() == 30"
     )
     both = [subprocess.Popen([sys.executable, "-c", code, path]) for _ in range(2)]
-    assert [one.wait() for one in both] == [0, 0]
+    assert [each.wait() for each in both] == [0, 0]
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -138,7 +138,7 @@ def test_a_table_is_converted_once_and_again_when_it_changes(tmp_path: Path, mon
 def test_what_is_converted_goes_where_the_user_says(tmp_path: Path) -> None:
     path = written(tmp_path / "t.csv", "a,b,y\n1,2,3\n")
     open_source(path, spec(), DataOptions(cache=str(tmp_path / "deep" / "cache")))
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["deep", "t.csv"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["deep", "t.csv"]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -159,7 +159,7 @@ def test_a_conversion_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     path = written(tmp_path / "t.csv", "a,b,y\n1,2,3\n4,x,6\n")
     with pytest.raises(MisuseError):
         open_source(path, spec())
-    assert [one.name for one in tmp_path.iterdir()] == ["t.csv"]
+    assert [path.name for path in tmp_path.iterdir()] == ["t.csv"]
 
 
 @pytest.mark.parametrize(
@@ -242,8 +242,8 @@ def test_a_null_is_a_nan(tmp_path: Path, kind: str) -> None:
 
 def test_series_with_a_nan_are_dropped(tmp_path: Path) -> None:
     columns = TABLE | {"x": [1, 2, None, 4, 5, 6]}
-    found = open_source(saved(tmp_path, columns, "csv"), spec(), DataOptions(id="shop", nan="drop"))
-    assert inputs_of(found) == [[[2, 20], [5, 50]], [[4, 40]]]
+    opened = open_source(saved(tmp_path, columns, "csv"), spec(), DataOptions(id="shop", nan="drop"))
+    assert inputs_of(opened) == [[[2, 20], [5, 50]], [[4, 40]]]
 
 
 @pytest.mark.parametrize(
@@ -273,8 +273,8 @@ def test_a_token_or_class_out_of_range_is_named(tmp_path: Path, columns: Any, wa
 def test_series_without_a_class_are_dropped(tmp_path: Path, kind: str) -> None:
     columns = TABLE | {"price": [0, 1, None, 2, 1, 0]}
     path, wanted = saved(tmp_path, columns, kind), spec(loss="cross-entropy", outputs=3)
-    found = open_source(path, wanted, DataOptions(id="shop", nan="drop"))
-    assert (targets_of(found), found.describe()["dropped"]) == ([[1, 1], [2]], 1)
+    opened = open_source(path, wanted, DataOptions(id="shop", nan="drop"))
+    assert (targets_of(opened), opened.describe()["dropped"]) == ([[1, 1], [2]], 1)
     for nan in ("error", "zero"):
         with pytest.raises(MisuseError, match=r"0 to 2, but .*, row \d, column 'price' is nan.*--nan drop"):
             open_source(path, wanted, DataOptions(id="shop", nan=nan))
@@ -303,5 +303,5 @@ def test_a_series_longer_than_the_spec_is_cut_only_if_asked(tmp_path: Path) -> N
     path = saved(tmp_path, TABLE, "csv")
     with pytest.raises(MisuseError, match=r"series 0 of .*t\.csv has 3 steps \(1 are too long\)"):
         open_source(path, spec(seq=2), DataOptions(id="shop"))
-    found = open_source(path, spec(seq=2), DataOptions(id="shop", truncate=True))
-    assert (found.describe()["truncated"], found.lengths.tolist()) == (1, [2, 2, 1])
+    opened = open_source(path, spec(seq=2), DataOptions(id="shop", truncate=True))
+    assert (opened.describe()["truncated"], opened.lengths.tolist()) == (1, [2, 2, 1])

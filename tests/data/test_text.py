@@ -15,20 +15,20 @@ from oomguard._data.options import DataOptions
 
 
 def test_bytes_are_tokens_as_they_are(tmp_path: Path) -> None:
-    found = open_source(written(tmp_path / "t.txt", "abcdé"), tokens(vocab=256))
-    assert inputs_of(found) == [[97, 98, 99, 100], [0xC3]]
-    assert targets_of(found) == [[98, 99, 100, 0xC3], [0xA9]]
+    source = open_source(written(tmp_path / "t.txt", "abcdé"), tokens(vocab=256))
+    assert inputs_of(source) == [[97, 98, 99, 100], [0xC3]]
+    assert targets_of(source) == [[98, 99, 100, 0xC3], [0xA9]]
 
 
 def test_bytes_are_not_copied(tmp_path: Path) -> None:
     open_source(written(tmp_path / "t.txt", "abcde"), tokens(vocab=256))
-    assert [one.name for one in tmp_path.iterdir()] == ["t.txt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["t.txt"]
 
 
 def test_characters_are_tokens_by_a_sorted_vocabulary(tmp_path: Path) -> None:
-    found = open_source(written(tmp_path / "t.txt", "badé😀"), tokens(), DataOptions(characters=True))
-    assert (inputs_of(found), targets_of(found)) == ([[1, 0, 2, 3]], [[0, 2, 3, 4]])
-    assert found.describe()["vocabulary"] == "abdé😀"
+    source = open_source(written(tmp_path / "t.txt", "badé😀"), tokens(), DataOptions(characters=True))
+    assert (inputs_of(source), targets_of(source)) == ([[1, 0, 2, 3]], [[0, 2, 3, 4]])
+    assert source.describe()["vocabulary"] == "abdé😀"
 
 
 def test_a_given_vocabulary_keeps_its_order(tmp_path: Path) -> None:
@@ -44,9 +44,9 @@ def test_characters_can_be_read_back_whatever_the_chunks(
     path.write_bytes(content.encode())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "CHUNK_CHARACTERS", characters)
-        found = open_source(path, tokens(vocab=100, seq=7), DataOptions(characters=True))
-    vocabulary = found.describe()["vocabulary"]
-    read = [token for sequence in inputs_of(found) for token in sequence] + [targets_of(found)[-1][-1]]
+        source = open_source(path, tokens(vocab=100, seq=7), DataOptions(characters=True))
+    vocabulary = source.describe()["vocabulary"]
+    read = [token for sequence in inputs_of(source) for token in sequence] + [targets_of(source)[-1][-1]]
     assert "".join(vocabulary[token] for token in read) == content
 
 
@@ -59,8 +59,8 @@ def test_the_place_of_a_byte_that_is_not_utf8_is_counted_from_the_start(tmp_path
 
 
 def test_a_last_step_head_predicts_the_token_after_the_window(tmp_path: Path) -> None:
-    found = open_source(written(tmp_path / "t.txt", "abcdefghi"), tokens(vocab=256, head="last-step"))
-    assert targets_of(found) == [ord("e"), ord("i")]
+    source = open_source(written(tmp_path / "t.txt", "abcdefghi"), tokens(vocab=256, head="last-step"))
+    assert targets_of(source) == [ord("e"), ord("i")]
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ NEAR_BYTES = 32 * MIB
 """Within so many bytes two readings of a card are the same: others may come and go, the context grows with kernels."""
 
 
-def near(found: int, wanted: int) -> bool:
-    return abs(found - wanted) < NEAR_BYTES
+def near(measured: int, wanted: int) -> bool:
+    return abs(measured - wanted) < NEAR_BYTES
 
 
 def hold(size_bytes: int, index: int = 0) -> object:

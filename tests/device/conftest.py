@@ -19,10 +19,10 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 @pytest.fixture
 def cuda() -> Iterator[Cuda]:
     """The first card, its context made, its cache empty; without a limit afterwards."""
-    found = Cuda(0)
+    device = Cuda(0)
     hold(1)
-    found.release()
-    found.reset()
-    yield found
-    found.unlimit()
-    found.release()
+    device.release()
+    device.reset()
+    yield device
+    device.unlimit()
+    device.release()

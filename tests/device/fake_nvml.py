@@ -25,11 +25,11 @@ def process(pid: int, used: int | None) -> SimpleNamespace:
 
 def answer(patch: pytest.MonkeyPatch, *cards: SimpleNamespace) -> None:
     """From now on NVML shows these cards."""
-    parts = [part for one in cards for part in one.parts]
-    by_uuid = {one.uuid: one for one in (*cards, *parts)}
+    parts = [part for entry in cards for part in entry.parts]
+    by_uuid = {entry.uuid: entry for entry in (*cards, *parts)}
 
     def whole_only(answer: Callable[[Any], Any], code: int) -> Callable[[Any], Any]:
-        return lambda one: fail(code) if one in parts else answer(one)
+        return lambda handle: fail(code) if handle in parts else answer(handle)
 
     answers: dict[str, Callable[..., Any]] = {
         "nvmlInit": lambda: None,
@@ -37,25 +37,31 @@ def answer(patch: pytest.MonkeyPatch, *cards: SimpleNamespace) -> None:
         "nvmlDeviceGetCount": lambda: len(cards),
         "nvmlDeviceGetHandleByIndex": lambda index: cards[index],
         "nvmlDeviceGetHandleByUUID": lambda uuid: by_uuid.get(uuid) or fail(pynvml.NVML_ERROR_NOT_FOUND),
-        "nvmlDeviceGetName": lambda one: one.name,
-        "nvmlDeviceGetUUID": lambda one: one.uuid,
-        "nvmlDeviceGetCudaComputeCapability": whole_only(lambda one: one.capability, pynvml.NVML_ERROR_NOT_SUPPORTED),
-        "nvmlDeviceGetMigMode": whole_only(lambda one: [int(one.parts != [])] * 2, pynvml.NVML_ERROR_INVALID_ARGUMENT),
-        "nvmlDeviceIsMigDeviceHandle": lambda one: one in parts,
-        "nvmlDeviceGetMigDeviceHandleByIndex": lambda one, index: one.parts[index],
-        "nvmlDeviceGetDeviceHandleFromMigDeviceHandle": lambda part: next(one for one in cards if part in one.parts),
+        "nvmlDeviceGetName": lambda handle: handle.name,
+        "nvmlDeviceGetUUID": lambda handle: handle.uuid,
+        "nvmlDeviceGetCudaComputeCapability": whole_only(
+            lambda handle: handle.capability, pynvml.NVML_ERROR_NOT_SUPPORTED
+        ),
+        "nvmlDeviceGetMigMode": whole_only(
+            lambda handle: [int(handle.parts != [])] * 2, pynvml.NVML_ERROR_INVALID_ARGUMENT
+        ),
+        "nvmlDeviceIsMigDeviceHandle": lambda handle: handle in parts,
+        "nvmlDeviceGetMigDeviceHandleByIndex": lambda handle, index: handle.parts[index],
+        "nvmlDeviceGetDeviceHandleFromMigDeviceHandle": lambda part: next(
+            entry for entry in cards if part in entry.parts
+        ),
         "nvmlDeviceGetMemoryInfo": memory,
-        "nvmlDeviceGetComputeRunningProcesses": lambda one: fail(one.faults.get("processes")) or one.processes,
-        "nvmlDeviceGetGraphicsRunningProcesses": lambda one: one.processes[:1],
+        "nvmlDeviceGetComputeRunningProcesses": lambda handle: fail(handle.faults.get("processes")) or handle.processes,
+        "nvmlDeviceGetGraphicsRunningProcesses": lambda handle: handle.processes[:1],
         "nvmlSystemGetProcessName": lambda pid: fail(pynvml.NVML_ERROR_NO_PERMISSION),
     }
     for name, function in answers.items():
         patch.setattr(pynvml, name, function)
 
 
-def memory(one: Any, version: int | None = None) -> SimpleNamespace:
-    fail(one.faults.get("memory v1" if version is None else "memory v2"))
-    return SimpleNamespace(total=one.total, reserved=KEPT_BYTES, free=one.free)
+def memory(handle: Any, version: int | None = None) -> SimpleNamespace:
+    fail(handle.faults.get("memory v1" if version is None else "memory v2"))
+    return SimpleNamespace(total=handle.total, reserved=KEPT_BYTES, free=handle.free)
 
 
 def fail(code: int | None) -> Any:

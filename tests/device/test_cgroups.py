@@ -26,23 +26,23 @@ from oomguard._device import limits
 
 def test_a_v2_limit_binds(tmp_path: Path) -> None:
     group2(tmp_path / "cg/job", limit=2 * GIB, used=GIB)
-    found = limits.budget(in_v2(tmp_path))
-    assert (found.binding.name, found.binding.source) == ("memory.max", f"cgroup {tmp_path / 'cg/job'}")
+    budget = limits.budget(in_v2(tmp_path))
+    assert (budget.binding.name, budget.binding.source) == ("memory.max", f"cgroup {tmp_path / 'cg/job'}")
 
 
 def test_the_least_limit_on_the_way_up_binds(tmp_path: Path) -> None:
     group2(tmp_path / "cg/a", limit=3 * GIB, used=GIB)
     group2(tmp_path / "cg/a/b", limit=2 * GIB, used=GIB)
     group2(tmp_path / "cg/a/b/c", limit=5 * GIB, used=GIB)
-    found = limits.budget(in_v2(tmp_path, "/a/b/c"))
-    assert found.limit_bytes == GIB + ANONYMOUS_BYTES
+    budget = limits.budget(in_v2(tmp_path, "/a/b/c"))
+    assert budget.limit_bytes == GIB + ANONYMOUS_BYTES
 
 
 def test_a_crowded_ancestor_binds_before_a_smaller_but_empty_group(tmp_path: Path) -> None:
     group2(tmp_path / "cg/a", limit=8 * GIB, used=7 * GIB)
     group2(tmp_path / "cg/a/b", limit=4 * GIB, used=GIB)
-    found = limits.budget(in_v2(tmp_path, "/a/b"))
-    assert found.binding.source.endswith("cg/a")
+    budget = limits.budget(in_v2(tmp_path, "/a/b"))
+    assert budget.binding.source.endswith("cg/a")
 
 
 def test_a_neighbouring_group_does_not_count(tmp_path: Path) -> None:
@@ -53,8 +53,8 @@ def test_a_neighbouring_group_does_not_count(tmp_path: Path) -> None:
 
 def test_memory_high_is_a_limit_too(tmp_path: Path) -> None:
     group2(tmp_path / "cg/job", limit=3 * GIB, high=2 * GIB, used=GIB)
-    found = limits.budget(in_v2(tmp_path))
-    assert found.binding.name == "memory.high"
+    budget = limits.budget(in_v2(tmp_path))
+    assert budget.binding.name == "memory.high"
 
 
 def test_max_is_no_limit(tmp_path: Path) -> None:
@@ -90,8 +90,8 @@ def test_no_more_is_given_back_than_the_group_uses(tmp_path: Path) -> None:
 
 def test_a_limit_below_what_others_use_leaves_nothing(tmp_path: Path) -> None:
     group2(tmp_path / "cg/job", high=GIB, used=3 * GIB)
-    found = limits.budget(in_v2(tmp_path))
-    assert (found.left_bytes, found.limit_bytes) == (0, 0)
+    budget = limits.budget(in_v2(tmp_path))
+    assert (budget.left_bytes, budget.limit_bytes) == (0, 0)
 
 
 # cgroups, version 1
@@ -99,8 +99,8 @@ def test_a_limit_below_what_others_use_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_v1_limit_binds(tmp_path: Path) -> None:
     group1(tmp_path / "cg/job", limit=2 * GIB, used=2 * GIB, inactive=GIB)
-    found = limits.budget(in_v1(tmp_path))
-    assert (found.binding.name, found.limit_bytes) == ("memory.limit_in_bytes", GIB + ANONYMOUS_BYTES)
+    budget = limits.budget(in_v1(tmp_path))
+    assert (budget.binding.name, budget.limit_bytes) == ("memory.limit_in_bytes", GIB + ANONYMOUS_BYTES)
 
 
 @pytest.mark.parametrize("page_bytes", [4096, 65536])
@@ -124,8 +124,8 @@ def test_a_v1_ancestor_without_hierarchy_does_not_bind(tmp_path: Path) -> None:
 
 def test_a_v1_ancestor_out_of_sight_binds(tmp_path: Path) -> None:
     group1(tmp_path / "cg", limit=3 * GIB, used=GIB, least=2 * GIB)
-    found = limits.budget(in_v1(tmp_path, "/"))
-    assert (found.binding.name, found.limit_bytes) == ("hierarchical_memory_limit", GIB + ANONYMOUS_BYTES)
+    budget = limits.budget(in_v1(tmp_path, "/"))
+    assert (budget.binding.name, budget.limit_bytes) == ("hierarchical_memory_limit", GIB + ANONYMOUS_BYTES)
 
 
 def test_memory_may_share_its_v1_hierarchy(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets
 NEAR_BYTES = 8 * MIB
 
 
-def near(found: int, wanted: int) -> bool:
-    return abs(found - wanted) < NEAR_BYTES
+def near(measured: int, wanted: int) -> bool:
+    return abs(measured - wanted) < NEAR_BYTES
 
 
 # readings
@@ -90,19 +90,19 @@ def test_where_the_peak_cannot_be_reset_it_is_that_of_the_whole_life() -> None:
 
 
 def test_without_proc_psutil_reads_the_process(tmp_path: Path) -> None:
-    found, here = proc.read_status(proc=tmp_path), proc.read_status()
-    assert found is not None
+    status, here = proc.read_status(proc=tmp_path), proc.read_status()
+    assert status is not None
     assert here is not None
-    assert near(found.resident_bytes, here.resident_bytes)
-    assert found.peak_bytes >= found.resident_bytes
-    assert found.committed_bytes is None
+    assert near(status.resident_bytes, here.resident_bytes)
+    assert status.peak_bytes >= status.resident_bytes
+    assert status.committed_bytes is None
 
 
 def test_what_is_swapped_out_is_read(tmp_path: Path) -> None:
     write(tmp_path / "self/status", kib({"VmRSS": 10 * MIB, "VmSwap": 3 * MIB}))
-    found = proc.read_status(proc=tmp_path)
-    assert found is not None
-    assert found.swapped_bytes == 3 * MIB
+    status = proc.read_status(proc=tmp_path)
+    assert status is not None
+    assert status.swapped_bytes == 3 * MIB
 
 
 # giving back
@@ -144,12 +144,12 @@ def test_another_process_is_watched_from_outside() -> None:
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
-        found = proc.read_status(other.pid)
+        status = proc.read_status(other.pid)
         other.communicate("\n")
-    assert found is not None
-    assert BIG_BYTES < found.resident_bytes < 2 * BIG_BYTES
-    assert found.committed_bytes is not None
-    assert found.committed_bytes > 3 * BIG_BYTES
+    assert status is not None
+    assert BIG_BYTES < status.resident_bytes < 2 * BIG_BYTES
+    assert status.committed_bytes is not None
+    assert status.committed_bytes > 3 * BIG_BYTES
 
 
 def test_a_process_that_has_ended_is_not_watched_though_nobody_waited_for_it() -> None:
@@ -238,10 +238,10 @@ def test_a_processor_without_a_model_name_has_a_name_still(tmp_path: Path) -> No
 def test_the_library_is_the_one_that_torch_was_built_with() -> None:
     import torch
 
-    found = Cpu().library()
-    assert found is not None
-    assert found.startswith("oneDNN ")
-    assert found.removeprefix("oneDNN ") in torch.__config__.show()
+    library = Cpu().library()
+    assert library is not None
+    assert library.startswith("oneDNN ")
+    assert library.removeprefix("oneDNN ") in torch.__config__.show()
 
 
 def test_a_torch_that_does_not_name_its_library_is_told_by_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,15 +254,15 @@ def test_a_processor_has_no_driver() -> None:
 
 
 @pytest.mark.parametrize(
-    ("allowed", "quota", "found"),
+    ("allowed", "quota", "count"),
     [(4, None, 4), (4, 2.0, 2), (4, 1.5, 2), (4, 0.25, 1), (2, 8.0, 2), (1, None, 1)],
 )
 def test_the_cores_are_those_that_it_may_run_on_or_that_its_group_pays_for(
-    monkeypatch: pytest.MonkeyPatch, allowed: int, quota: float | None, found: int
+    monkeypatch: pytest.MonkeyPatch, allowed: int, quota: float | None, count: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*range(allowed)})
     monkeypatch.setattr(limits, "cpu_quota", lambda: quota)
-    assert cores() == found
+    assert cores() == count
 
 
 def test_where_affinity_cannot_be_asked_all_processors_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,3 +276,9 @@ def test_a_process_that_is_bound_to_one_processor_has_one_core() -> None:
     code = "import os; from oomguard._device.cpu import cores; "
     code += "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); print(cores())"
     assert child(code) == "1"
+
+
+def test_the_quick_reading_of_resident_bytes_is_that_of_the_status() -> None:
+    status = proc.read_status()
+    assert status is not None
+    assert proc.read_resident() == pytest.approx(status.resident_bytes, abs=4 << 20)

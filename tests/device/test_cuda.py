@@ -49,9 +49,9 @@ def test_opening_a_card_and_asking_its_budget_imports_no_torch() -> None:
 
 
 def test_the_budget_is_no_more_than_the_card(cuda: Cuda) -> None:
-    found = cuda.budget()
-    assert (found.device, found.binding.name) == ("cuda:0", "card memory")
-    assert GIB < found.limit_bytes <= found.binding.limit_bytes
+    budget = cuda.budget()
+    assert (budget.device, budget.binding.name) == ("cuda:0", "card memory")
+    assert GIB < budget.limit_bytes <= budget.binding.limit_bytes
 
 
 def test_what_this_process_holds_is_not_lost_to_it(cuda: Cuda) -> None:
@@ -88,10 +88,10 @@ def test_without_nvml_the_budget_is_what_cuda_shows(cuda: Cuda, no_nvml: pytest.
     import torch
 
     free_bytes, total_bytes = torch.cuda.mem_get_info(0)
-    found = cuda.budget()
-    assert found.binding.source.startswith("torch.cuda.mem_get_info on ")
-    assert found.binding.limit_bytes == total_bytes
-    assert near(found.left_bytes, free_bytes)
+    budget = cuda.budget()
+    assert budget.binding.source.startswith("torch.cuda.mem_get_info on ")
+    assert budget.binding.limit_bytes == total_bytes
+    assert near(budget.left_bytes, free_bytes)
     no_nvml.undo()
     assert cuda.budget().binding.source.startswith("NVML on ")
 
@@ -121,39 +121,39 @@ def test_the_card_is_the_one_torch_shows(monkeypatch: pytest.MonkeyPatch, cuda: 
 def test_the_peak_is_the_largest_even_if_it_is_given_back(cuda: Cuda) -> None:
     hold(BIG_BYTES)
     cuda.release()
-    found = cuda.reading()
-    assert near(found.peak_bytes - found.now_bytes, BIG_BYTES)
-    assert found.allocated_bytes is not None
-    assert found.reserved_bytes is not None
-    assert BIG_BYTES <= found.allocated_bytes <= found.reserved_bytes <= found.peak_bytes
+    reading = cuda.reading()
+    assert near(reading.peak_bytes - reading.now_bytes, BIG_BYTES)
+    assert reading.allocated_bytes is not None
+    assert reading.reserved_bytes is not None
+    assert BIG_BYTES <= reading.allocated_bytes <= reading.reserved_bytes <= reading.peak_bytes
 
 
 def test_a_reset_forgets_the_peak_before_it(cuda: Cuda) -> None:
     hold(BIG_BYTES)
     cuda.release()
     cuda.reset()
-    found = cuda.reading()
-    assert found.peak_bytes == found.now_bytes
-    assert found.allocated_bytes is not None
-    assert found.allocated_bytes < NEAR_BYTES
+    reading = cuda.reading()
+    assert reading.peak_bytes == reading.now_bytes
+    assert reading.allocated_bytes is not None
+    assert reading.allocated_bytes < NEAR_BYTES
 
 
 def test_the_peak_counts_the_context_as_the_card_does(cuda: Cuda) -> None:
     kept = hold(BIG_BYTES)
-    found, own_bytes = cuda.reading(), cuda.status().own_bytes
+    reading, own_bytes = cuda.reading(), cuda.status().own_bytes
     if not own_bytes:
         pytest.skip("NVML does not say here what this process holds")
-    assert near(found.now_bytes, own_bytes)
-    assert found.runtime_bytes > 0
+    assert near(reading.now_bytes, own_bytes)
+    assert reading.runtime_bytes > 0
     del kept
 
 
 def test_without_nvml_the_context_is_what_nobody_else_uses_or_the_usual(
     cuda: Cuda, no_nvml: pytest.MonkeyPatch
 ) -> None:
-    found = cuda.reading().runtime_bytes
+    runtime_bytes = cuda.reading().runtime_bytes
     no_nvml.undo()
-    assert 0 < found <= MOST_CONTEXTS * cuda.status().known.context_bytes
+    assert 0 < runtime_bytes <= MOST_CONTEXTS * cuda.status().known.context_bytes
 
 
 def test_where_nvml_lists_no_process_the_context_is_what_nobody_else_uses_or_the_usual(
@@ -161,9 +161,9 @@ def test_where_nvml_lists_no_process_the_context_is_what_nobody_else_uses_or_the
 ) -> None:
     for kind in ("Compute", "Graphics"):
         monkeypatch.setattr(f"pynvml.nvmlDeviceGet{kind}RunningProcesses", lambda handle: [])
-    found = cuda.reading().runtime_bytes
+    runtime_bytes = cuda.reading().runtime_bytes
     assert cuda.status().holders == ()
-    assert 0 < found <= MOST_CONTEXTS * cuda.status().known.context_bytes
+    assert 0 < runtime_bytes <= MOST_CONTEXTS * cuda.status().known.context_bytes
 
 
 def test_without_nvml_a_neighbour_that_is_not_listed_is_not_taken_for_the_context(
@@ -176,8 +176,8 @@ def test_without_nvml_a_neighbour_that_is_not_listed_is_not_taken_for_the_contex
 
 
 def test_committed_bytes_are_the_hosts(cuda: Cuda) -> None:
-    found = cuda.reading()
-    assert (found.committed_bytes, found.committed_peak_bytes, found.swapped_bytes) == (None, None, 0)
+    reading = cuda.reading()
+    assert (reading.committed_bytes, reading.committed_peak_bytes, reading.swapped_bytes) == (None, None, 0)
 
 
 # the rest
@@ -205,9 +205,9 @@ def test_the_engine_is_switched_in_the_running_process(cuda: Cuda, engine: str |
     import torch
 
     cuda.settle(Candidate(microbatch=1, engine=engine, threads=1))  # type: ignore[arg-type]
-    found = torch.backends.cudnn.enabled
+    is_enabled = torch.backends.cudnn.enabled
     cuda.settle(Candidate(microbatch=1))
-    assert (found, torch.get_num_threads()) == (enabled, 1)
+    assert (is_enabled, torch.get_num_threads()) == (enabled, 1)
 
 
 def test_the_users_settings_reach_the_allocator_with_ours() -> None:
@@ -217,8 +217,8 @@ def test_the_users_settings_reach_the_allocator_with_ours() -> None:
     code += "print(Cuda(0).environment(candidate, 'cudnn')['PYTORCH_CUDA_ALLOC_CONF'])"
     settings = child(code, **own)
     both = dict.fromkeys(own, settings)
-    found = child("import torch; print(torch._C._accelerator_getAllocatorSettings())", **both)
-    assert found == f"max_split_size_mb:64,{EXPANDABLE}"
+    effective = child("import torch; print(torch._C._accelerator_getAllocatorSettings())", **both)
+    assert effective == f"max_split_size_mb:64,{EXPANDABLE}"
 
 
 @two_cards

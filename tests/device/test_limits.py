@@ -18,8 +18,8 @@ from oomguard._device.proc import read_sizes
 
 
 def test_without_cgroups_free_ram_and_what_the_process_holds_of_it_is_the_budget(tmp_path: Path) -> None:
-    found = limits.budget(machine(tmp_path))
-    assert (found.binding.name, found.limit_bytes) == ("free RAM", AVAILABLE_BYTES + ANONYMOUS_BYTES)
+    budget = limits.budget(machine(tmp_path))
+    assert (budget.binding.name, budget.limit_bytes) == ("free RAM", AVAILABLE_BYTES + ANONYMOUS_BYTES)
 
 
 def test_a_child_may_use_what_is_free_but_not_what_this_process_holds(tmp_path: Path) -> None:
@@ -27,8 +27,11 @@ def test_a_child_may_use_what_is_free_but_not_what_this_process_holds(tmp_path: 
 
 
 def test_without_proc_the_free_ram_is_what_psutil_says(tmp_path: Path) -> None:
-    found = limits.budget(tmp_path)
-    assert (found.binding.limit_bytes, found.binding.source) == (psutil.virtual_memory().total, "psutil.virtual_memory")
+    budget = limits.budget(tmp_path)
+    assert (budget.binding.limit_bytes, budget.binding.source) == (
+        psutil.virtual_memory().total,
+        "psutil.virtual_memory",
+    )
 
 
 def test_without_proc_what_the_process_holds_is_counted(tmp_path: Path) -> None:
@@ -49,8 +52,8 @@ def test_under_strict_overcommit_the_commit_limit_counts_less_the_kernels_reserv
     write(proc / "sys/vm/overcommit_memory", "2\n")
     write(proc / "sys/vm/admin_reserve_kbytes", "8192\n")
     write(proc / "sys/vm/user_reserve_kbytes", "131072\n")
-    (found,) = (limit for limit in limits.budget(proc).limits if limit.name == "overcommit")
-    assert (found.unit, found.reach_bytes) == ("committed", 10 * GIB - 136 * MIB + DATA_BYTES)
+    (budget,) = (limit for limit in limits.budget(proc).limits if limit.name == "overcommit")
+    assert (budget.unit, budget.reach_bytes) == ("committed", 10 * GIB - 136 * MIB + DATA_BYTES)
 
 
 PRELUDE = """
@@ -129,10 +132,8 @@ def test_reading_a_budget_imports_neither_torch_nor_nvml() -> None:
 
 @given(st.integers(0, 100), st.integers(0, 200), st.integers(0, 200))
 def test_at_its_reach_a_process_and_all_others_just_fit_the_limit(limit: int, held: int, others: int) -> None:
-    found = Limit(
-        name="a", limit_bytes=limit, used_bytes=held + others, held_bytes=held, unit="resident", source="test"
-    )
-    assert found.reach_bytes + others == max(limit, others)
+    read = Limit(name="a", limit_bytes=limit, used_bytes=held + others, held_bytes=held, unit="resident", source="test")
+    assert read.reach_bytes + others == max(limit, others)
 
 
 def test_a_process_cannot_hold_more_than_is_used() -> None:
@@ -141,7 +142,7 @@ def test_a_process_cannot_hold_more_than_is_used() -> None:
 
 
 def test_a_budget_needs_a_resident_limit() -> None:
-    with pytest.raises(MisuseError, match="limit of resident bytes"):
+    with pytest.raises(AssertionError, match="limit of resident bytes"):
         Budget(device="cpu", limits=())
 
 

@@ -129,8 +129,8 @@ def test_what_the_driver_keeps_is_no_part_of_the_card(plain: pytest.MonkeyPatch)
 
 def test_what_this_process_holds_is_not_lost_to_it(plain: pytest.MonkeyPatch) -> None:
     answer(plain, card(free=10 * GIB, processes=[process(os.getpid(), GIB), process(4711, 3 * GIB)]))
-    found = budget()
-    assert (found.limit_bytes, found.left_bytes) == (11 * GIB, 10 * GIB)
+    limit = budget()
+    assert (limit.limit_bytes, limit.left_bytes) == (11 * GIB, 10 * GIB)
 
 
 def test_what_another_process_holds_is_told_by_its_number(plain: pytest.MonkeyPatch) -> None:
@@ -182,8 +182,8 @@ def test_of_a_divided_card_the_part_counts(plain: pytest.MonkeyPatch, setting: s
     answer(plain, card(parts=[card("MIG-dd44", total=5 * GIB, free=4 * GIB)]))
     if setting is not None:
         plain.setenv("CUDA_VISIBLE_DEVICES", setting)
-    found = nvml.card_status()
-    assert (found.uuid, found.free_bytes, found.compute_capability) == ("MIG-dd44", 4 * GIB, (8, 0))
+    status = nvml.card_status()
+    assert (status.uuid, status.free_bytes, status.compute_capability) == ("MIG-dd44", 4 * GIB, (8, 0))
 
 
 # on a card

@@ -5,7 +5,8 @@ from estimate.cuda_allocator import SMALL_BYTES, Cache, Event, replay, segment_b
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomguard._estimate.malloc import block_bytes
+from oomguard._estimate.call import round_up
+from oomguard._estimate.malloc import block_bytes, heap_of, in_heap
 
 MIB = 1 << 20
 
@@ -13,6 +14,30 @@ MIB = 1 << 20
 @pytest.mark.parametrize(("size", "block"), [(0, 0), (1, 512), (512, 512), (513, 1024)])
 def test_blocks_are_multiples_of_512(size: int, block: int) -> None:
     assert block_bytes(size) == block
+
+
+@pytest.mark.parametrize(("size", "multiple"), [(1000, 1008), (1008, 1008)])
+def test_a_size_is_rounded_up_to_a_multiple_and_a_multiple_stays(size: int, multiple: int) -> None:
+    assert round_up(size, 16) == multiple
+
+
+@pytest.mark.parametrize(
+    ("allocator", "engine", "heap"),
+    [
+        ("system", "native", "system"),
+        ("fast", "native", "fast native"),
+        ("fast", "onednn", "fast onednn"),
+        ("expandable", "native", "tight"),
+        (None, "native", "tight"),
+    ],
+)
+def test_the_heap_is_tight_unless_the_allocator_names_another(allocator: str | None, engine: str, heap: str) -> None:
+    assert heap_of(allocator, engine) == heap
+
+
+def test_a_block_of_8_mib_is_in_the_heap_only_where_onednn_keeps_such_blocks() -> None:
+    heaps = [heap_of("tight", "onednn"), heap_of("fast", "native"), heap_of("fast", "onednn"), heap_of(None, None)]
+    assert [in_heap(8 * MIB, heap) for heap in heaps] == [False, False, True, False]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from oomguard._estimate import cards
 from oomguard._estimate.cards import Card, card, card_precisions, names
 
 CARDS = [card(name) for name in names()]
-each_card = pytest.mark.parametrize("one", CARDS, ids=lambda one: one.name)
+each_card = pytest.mark.parametrize("entry", CARDS, ids=lambda entry: entry.name)
 
 
 def test_there_are_at_least_forty_cards() -> None:
@@ -22,43 +22,45 @@ def test_there_are_at_least_forty_cards() -> None:
 
 
 @each_card
-def test_every_number_of_a_card_is_plausible(one: Card) -> None:
-    assert 3 * GIB <= one.memory_bytes <= 288 * GIB
-    assert (5, 3) <= one.compute_capability <= (12, 1)
-    assert 1 <= one.sms <= 192
-    assert 256 * MIB <= one.context_bytes <= 1 * GIB
-    assert "fp16" in card_precisions(one.compute_capability) or "bf16" not in card_precisions(one.compute_capability)
+def test_every_number_of_a_card_is_plausible(entry: Card) -> None:
+    assert 3 * GIB <= entry.memory_bytes <= 288 * GIB
+    assert (5, 3) <= entry.compute_capability <= (12, 1)
+    assert 1 <= entry.sms <= 192
+    assert 256 * MIB <= entry.context_bytes <= 1 * GIB
+    assert "fp16" in card_precisions(entry.compute_capability) or "bf16" not in card_precisions(
+        entry.compute_capability
+    )
 
 
 @each_card
-def test_every_card_says_where_its_numbers_are_from(one: Card) -> None:
-    assert "NVIDIA" in one.source
-    assert ("by rule" in one.source) == (one.seen_bytes is None)
-    assert ("not checked" in one.source) != one.sms_seen
+def test_every_card_says_where_its_numbers_are_from(entry: Card) -> None:
+    assert "NVIDIA" in entry.source
+    assert ("by rule" in entry.source) == (entry.seen_bytes is None)
+    assert ("not checked" in entry.source) != entry.sms_seen
 
 
 @each_card
-def test_usable_memory_is_less_than_the_memory_but_most_of_it(one: Card) -> None:
-    assert 0.85 * one.memory_bytes < one.usable_bytes < one.memory_bytes
+def test_usable_memory_is_less_than_the_memory_but_most_of_it(entry: Card) -> None:
+    assert 0.85 * entry.memory_bytes < entry.usable_bytes < entry.memory_bytes
 
 
 @each_card
-def test_the_rule_stays_below_every_published_figure(one: Card) -> None:
-    assert one.usable_bytes >= one.least_bytes
-    if one.seen_bytes is not None:
-        assert one.least_bytes < one.seen_bytes < one.memory_bytes
+def test_the_rule_stays_below_every_published_figure(entry: Card) -> None:
+    assert entry.usable_bytes >= entry.least_bytes
+    if entry.seen_bytes is not None:
+        assert entry.least_bytes < entry.seen_bytes < entry.memory_bytes
 
 
 @each_card
-def test_an_older_drivers_figure_is_not_trusted(one: Card) -> None:
-    assert one.usable_bytes == (one.seen_bytes if one.seen_lately else one.least_bytes)
+def test_an_older_drivers_figure_is_not_trusted(entry: Card) -> None:
+    assert entry.usable_bytes == (entry.seen_bytes if entry.seen_lately else entry.least_bytes)
 
 
 @each_card
-def test_a_name_is_a_lower_case_key_that_finds_its_card(one: Card) -> None:
-    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", one.name)
-    assert card(one.name) is one
-    assert card(one.name.upper().replace("-", " ")) is one
+def test_a_name_is_a_lower_case_key_that_finds_its_card(entry: Card) -> None:
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", entry.name)
+    assert card(entry.name) is entry
+    assert card(entry.name.upper().replace("-", " ")) is entry
 
 
 def test_no_line_of_the_table_repeats_a_name_or_an_alias() -> None:
@@ -134,9 +136,9 @@ def test_a_card_is_found_by_what_people_type(typed: str, name: str) -> None:
 @pytest.mark.parametrize("typed", ["a100", "v100", "gtx-1060", "rtx-3080", "rtx-4060-ti", "agx orin"])
 def test_a_name_that_leaves_the_memory_open_means_the_smallest(typed: str) -> None:
     stem = card(typed).name.rsplit("-", 1)[0]
-    sisters = [one for one in CARDS if re.fullmatch(rf"{stem}-\d+gb", one.name)]
+    sisters = [entry for entry in CARDS if re.fullmatch(rf"{stem}-\d+gb", entry.name)]
     assert len(sisters) > 1
-    assert card(typed) == min(sisters, key=lambda one: one.memory_bytes)
+    assert card(typed) == min(sisters, key=lambda entry: entry.memory_bytes)
 
 
 def test_an_unknown_name_gives_the_rule_what_was_got_and_the_three_nearest() -> None:
@@ -216,6 +218,14 @@ def test_sms_and_capability_are_those_that_cuda_was_seen_to_report(
     assert (card(name).sms, card(name).compute_capability) == (sms, capability)
 
 
+@pytest.mark.parametrize(
+    ("capability", "precisions"),
+    [((8, 0), ("fp32", "bf16", "fp16")), ((7, 5), ("fp32", "fp16")), ((6, 1), ("fp32",))],
+)
+def test_half_precisions_need_tensor_cores(capability: tuple[int, int], precisions: tuple[str, ...]) -> None:
+    assert card_precisions(capability) == precisions
+
+
 def test_bf16_is_native_from_ampere_on() -> None:
     def native(name: str) -> bool:
         return "bf16" in card_precisions(card(name).compute_capability)
@@ -225,8 +235,8 @@ def test_bf16_is_native_from_ampere_on() -> None:
 
 
 def test_jetsons_share_their_memory_with_the_host_and_cards_do_not() -> None:
-    shared = {one.name for one in CARDS if one.shared_memory}
-    assert {one.name for one in CARDS if one.name.startswith("jetson-")} == shared - {"dgx-spark"}
+    shared = {entry.name for entry in CARDS if entry.shared_memory}
+    assert {entry.name for entry in CARDS if entry.name.startswith("jetson-")} == shared - {"dgx-spark"}
     assert not card("rtx-4090").shared_memory
 
 

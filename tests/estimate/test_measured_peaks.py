@@ -60,8 +60,8 @@ def test_95_of_100_estimates_err_by_at_most_10_percent() -> None:
 
 def test_no_measured_peak_exceeds_estimate_and_margin() -> None:
     for row in ROWS:
-        spec, found = make_spec(json.loads(row["spec"])), estimated(row)
-        safe_bytes = found.growth_bytes + margin_bytes(spec, found, CPU)
+        spec, estimate = make_spec(json.loads(row["spec"])), estimated(row)
+        safe_bytes = estimate.growth_bytes + margin_bytes(spec, estimate, CPU)
         assert int(row["growth_bytes"]) <= safe_bytes, row
 
 
@@ -88,13 +88,13 @@ def test_ordinary_processes_are_judged_by_other_models_than_those_that_the_const
 
 
 def test_estimates_of_ordinary_processes_err_by_at_most_5_percent_and_20_at_worst() -> None:
-    found = [*map(abs, errors(JUDGED))]
-    assert median(found) <= 0.05
-    assert max(found) <= 0.20
+    misses = [*map(abs, errors(JUDGED))]
+    assert median(misses) <= 0.05
+    assert max(misses) <= 0.20
 
 
 def test_no_ordinary_process_that_was_judged_exceeds_estimate_and_margin() -> None:
     for row in JUDGED:
-        found = estimated(row)
-        margin = margin_bytes(make_spec(json.loads(row["spec"])), found, CPU)
-        assert int(row["growth_bytes"]) <= found.growth_bytes + margin, row
+        estimate = estimated(row)
+        margin = margin_bytes(make_spec(json.loads(row["spec"])), estimate, CPU)
+        assert int(row["growth_bytes"]) <= estimate.growth_bytes + margin, row

@@ -14,7 +14,8 @@ from oomguard._core.errors import MisuseError
 from oomguard._estimate import terms
 from oomguard._estimate.breakdown import Estimate, estimate_step
 from oomguard._estimate.cards import card
-from oomguard._estimate.target import CPU, Target, on_card
+from oomguard._estimate.passes import borders_kept
+from oomguard._estimate.target import CPU, Target, on_card, resident_within
 from oomguard._spec.candidate import Candidate, make_candidate
 from oomguard._spec.spec import Spec
 
@@ -58,20 +59,20 @@ def asked(draw: st.DrawFn) -> tuple[Spec, Candidate]:
 
 @given(asked(), PLACES)
 def test_the_terms_add_up_to_the_total(what: tuple[Spec, Candidate], target: Target) -> None:
-    found = estimate_step(*what, target)
-    assert sum(found.terms.values()) == found.total_bytes
+    estimate = estimate_step(*what, target)
+    assert sum(estimate.terms.values()) == estimate.total_bytes
 
 
 @given(asked(), PLACES)
 def test_the_peak_is_the_largest_moment(what: tuple[Spec, Candidate], target: Target) -> None:
-    found = estimate_step(*what, target)
-    assert found.total_bytes == found.moments[str(found.moment)] == max(found.moments.values())
+    estimate = estimate_step(*what, target)
+    assert estimate.total_bytes == estimate.moments[str(estimate.moment)] == max(estimate.moments.values())
 
 
 @given(asked(), PLACES)
 def test_no_term_is_negative_and_none_is_a_fraction(what: tuple[Spec, Candidate], target: Target) -> None:
-    found = estimate_step(*what, target)
-    assert all(isinstance(value, int) and value >= 0 for value in found.terms.values())
+    estimate = estimate_step(*what, target)
+    assert all(isinstance(value, int) and value >= 0 for value in estimate.terms.values())
 
 
 @given(specs(), PLACES)
@@ -85,8 +86,8 @@ def test_evaluation_never_needs_more_than_training(spec: Spec, target: Target) -
 def test_the_largest_specs_stay_inside_an_int64(target: Target) -> None:
     """Arrays have 64 bits: what a single candidate needs at the bounds of everything must fit them."""
     spec = Spec(cell="lstm", seq=1 << 10, features=1 << 15, batch=1 << 20, hidden=1 << 10, layers=32)
-    found = estimate_step(spec, make_candidate(spec, workers=128, prefetch=32), target)
-    assert max(found.total_bytes, found.host_bytes) < 1 << 62
+    estimate = estimate_step(spec, make_candidate(spec, workers=128, prefetch=32), target)
+    assert max(estimate.total_bytes, estimate.host_bytes) < 1 << 62
 
 
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row['cell']}-{row['hidden']}")
@@ -96,9 +97,9 @@ def test_published_a100_peaks_are_met_within_one_percent(row: dict[str, str]) ->
     shape: dict[str, Any] = {"cell": row["cell"], "features": int(row["input"]), "hidden": hidden, "layers": layers}
     spec = Spec(**shape, seq=seq, batch=batch, batch_first=True, optimizer="adamw")
     candidate = make_candidate(spec)
-    found = estimate_step(spec, candidate, A100)
-    assert found.allocated_bytes is not None
-    resident = found.allocated_bytes + 31 * terms.input_bytes(spec, candidate)
+    estimate = estimate_step(spec, candidate, A100)
+    assert estimate.allocated_bytes is not None
+    resident = estimate.allocated_bytes + 31 * terms.input_bytes(spec, candidate)
     assert resident == pytest.approx(int(row["bytes"]), rel=0.01)
 
 
@@ -108,9 +109,9 @@ def test_memory_on_a_card_is_not_monotonic_in_the_hidden_size() -> None:
 
 
 def test_gradients_live_across_passes() -> None:
-    one, two = peak(knobs={"microbatch": 8}), peak(knobs={"microbatch": 8}, batch=16)
+    single, double = peak(knobs={"microbatch": 8}), peak(knobs={"microbatch": 8}, batch=16)
     gradients = sum(terms.gradients_bytes(Spec(cell="lstm", seq=1000)).values())
-    assert two.moments["forward"] - one.moments["forward"] == gradients
+    assert double.moments["forward"] - single.moments["forward"] == gradients
 
 
 def test_segments_leave_the_activations_of_one_segment_and_the_border_states() -> None:
@@ -169,8 +170,10 @@ def test_a_frozen_layer_above_a_trained_one_keeps_its_activations() -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_the_optimizer_is_the_peak_of_a_large_model_on_short_sequences(optimizer: str) -> None:
-    found = peak(cell="gru", vocab=50_000, hidden=512, seq=5, batch=1, head="last-step", outputs=2, optimizer=optimizer)
-    assert (found.moment == "optimizer") == (optimizer == "adam")
+    estimate = peak(
+        cell="gru", vocab=50_000, hidden=512, seq=5, batch=1, head="last-step", outputs=2, optimizer=optimizer
+    )
+    assert (estimate.moment == "optimizer") == (optimizer == "adam")
 
 
 def test_gradient_scaling_costs_three_small_blocks_and_no_copy() -> None:
@@ -192,11 +195,11 @@ def test_expandable_segments_reserve_less() -> None:
 
 def test_what_cudnn_refuses_does_not_fit_however_large_the_card() -> None:
     spec = Spec(cell="gru", seq=65_536, hidden=8, layers=1, batch=1)
-    found = [
+    estimate = [
         replace(estimate_step(spec, make_candidate(spec, segments=segments), A100), budget_bytes=1 << 40)
         for segments in (1, 2)
     ]
-    assert [one.fits for one in found] == [False, True]
+    assert [each.fits for each in estimate] == [False, True]
 
 
 def test_half_precision_halves_activations_and_adds_cast_weights() -> None:
@@ -232,3 +235,12 @@ def test_an_engine_that_cannot_run_the_cell_is_misuse() -> None:
     spec = Spec(cell="gru", seq=10)
     with pytest.raises(MisuseError, match="gru runs on native"):
         estimate_step(spec, Candidate(microbatch=1, engine="onednn"))
+
+
+@pytest.mark.parametrize(("levels", "borders"), [(1, 99), (2, 18), (3, 12)])
+def test_more_levels_keep_fewer_border_states_of_100_segments(levels: int, borders: int) -> None:
+    assert borders_kept(100, levels) == borders
+
+
+def test_each_resident_byte_of_growth_needs_up_to_2_8_committed_ones() -> None:
+    assert resident_within(CPU.runtime_bytes + 280) == CPU.runtime_bytes + 100

@@ -35,26 +35,26 @@ def weights_after(name: str, foreach: bool, fails: int | None) -> list[Tensor]:
     return [weight.detach() for weight in weights]
 
 
-def fail_after(optimizer: torch.optim.Optimizer, weights: list[torch.nn.Parameter], some: int) -> Callable[[], None]:
+def fail_after(optimizer: torch.optim.Optimizer, weights: list[torch.nn.Parameter], updated: int) -> Callable[[], None]:
     """An update that runs out of memory after the first `some` parameters."""
 
     def step() -> None:
-        hidden = [weight.grad for weight in weights[some:]]
-        for weight in weights[some:]:
+        hidden = [weight.grad for weight in weights[updated:]]
+        for weight in weights[updated:]:
             weight.grad = None
         optimizer.step()
-        for weight, gradient in zip(weights[some:], hidden, strict=True):
+        for weight, gradient in zip(weights[updated:], hidden, strict=True):
             weight.grad = gradient
         raise RuntimeError(SHORT)
 
     return step
 
 
-@pytest.mark.parametrize("some", [0, 1, 3])
+@pytest.mark.parametrize("updated", [0, 1, 3])
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_update_that_ran_out_of_memory_halfway_is_completed(name: str, foreach: bool, some: int) -> None:
-    for whole, mended in zip(weights_after(name, foreach, None), weights_after(name, foreach, some), strict=True):
+def test_an_update_that_ran_out_of_memory_halfway_is_completed(name: str, foreach: bool, updated: int) -> None:
+    for whole, mended in zip(weights_after(name, foreach, None), weights_after(name, foreach, updated), strict=True):
         assert torch.equal(whole, mended)
 
 

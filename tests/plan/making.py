@@ -65,8 +65,10 @@ def bucketed(**changes: Any) -> Plan:
     """With a histogram, and times for its buckets."""
     plan = measured(reckoned(seq=None, lengths={100: 5000, 1000: 300, 8000: 20}), **changes)
     timed = [
-        msgspec.structs.replace(one, expected=msgspec.structs.replace(one.expected, seconds_per_step=one.longest / 100))
-        for one in plan.buckets
+        msgspec.structs.replace(
+            bucket, expected=msgspec.structs.replace(bucket.expected, seconds_per_step=bucket.longest / 100)
+        )
+        for bucket in plan.buckets
     ]
     return msgspec.structs.replace(plan, buckets=tuple(timed))
 

@@ -44,7 +44,7 @@ PROBLEMS: dict[str, Problem] = {
 def make(problem: Problem, records: list[Record], **more: Any) -> Plan | None:
     """The plan of a search's records."""
     memory = Limit(name="all", limit_bytes=64 * GIB, used_bytes=0, held_bytes=0, unit="resident", source="a test")
-    libraries = [one.library for one in records if one.library is not None]
+    libraries = [record.library for record in records if record.library is not None]
     environment = Environment(
         oomguard="0",
         torch=torch_version(),

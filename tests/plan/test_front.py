@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from oomguard._plan.front import pareto_front
+from oomguard._plan.make import pareto_front
 
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 4])

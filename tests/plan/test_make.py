@@ -14,15 +14,15 @@ from oomguard._core.units import GIB, MIB
 from oomguard._estimate.breakdown import estimate_step
 from oomguard._estimate.target import CPU
 from oomguard._plan import make as made
-from oomguard._plan.buckets import Bucket, make_buckets
-from oomguard._plan.make import make_fallbacks
+from oomguard._plan.buckets import Bucket, cut, make_buckets
+from oomguard._plan.make import BUCKETS_KEEP, differing, make_fallbacks
 from oomguard._plan.store import decode_plan
 from oomguard._plan.value import Plan, Point, figures
 from oomguard._predict.calibration import Calibration
 from oomguard._probe.record import Record
 from oomguard._probe.verdict import Verdict
 from oomguard._search.screen import SETTING, screen
-from oomguard._spec.candidate import check_candidate, make_candidate
+from oomguard._spec.candidate import Candidate, check_candidate, make_candidate
 from oomguard._spec.lengths import with_steps
 from oomguard._spec.spec import Spec
 
@@ -48,7 +48,7 @@ def test_what_was_expected_does_not_depend_on_the_plans_own_record(name: str) ->
     assert plan.record.peak_bytes is not None
     terms = plan.record.terms | {"rest": plan.record.terms["rest"] - MIB}
     other = msgspec.structs.replace(plan.record, peak_bytes=plan.record.peak_bytes - MIB, terms=terms)
-    again = make(problem, [other if one == plan.record else one for one in records])
+    again = make(problem, [other if record == plan.record else record for record in records])
     assert again is not None
     assert (again.candidate, again.record) == (plan.candidate, other)
     assert again.expected == plan.expected
@@ -91,10 +91,10 @@ def test_plain_is_the_whole_batch_at_once_in_fp32(name: str) -> None:
 def test_plain_is_timed_with_all_cores_and_the_allocator_as_it_comes() -> None:
     problem, records, plan = searched("lstm in 20 GiB")
     usual = make_candidate(problem.spec, allocator="system", threads=2)
-    found = Calibration(problem.spec, records, problem.target).predict(
+    estimate = Calibration(problem.spec, records, problem.target).predict(
         estimate_step(problem.spec, usual, problem.target)
     )
-    assert plan.plain.expected.seconds_per_step == found[0].seconds_per_step
+    assert plan.plain.expected.seconds_per_step == estimate[0].seconds_per_step
 
 
 def test_plain_fits_where_there_is_room_and_does_not_where_there_is_not() -> None:
@@ -149,7 +149,7 @@ def test_a_microbatch_that_is_enough_is_within_the_batch_and_nearly_as_fast(name
     alike = view.eligible & view.like(plan.candidate, *SETTING, "threads")
     sizes, seconds = np.broadcast_to(view.candidates.microbatch, len(alike)), view.prediction.seconds_per_step
     best = {int(size): float(seconds[alike & (sizes == size)].min()) for size in np.unique(sizes[alike])}
-    assert rows == min(size for size, one in best.items() if 0.98 * one <= min(best.values()))
+    assert rows == min(size for size, seconds in best.items() if 0.98 * seconds <= min(best.values()))
 
 
 def test_without_records_nothing_is_said_about_time() -> None:
@@ -187,23 +187,23 @@ def test_no_point_of_a_front_beats_another_and_all_fit(aims: tuple[str, ...]) ->
     plan = make(problem, [*searched("gru in 420 MiB")[1]])
     assert plan is not None
     assert len(plan.front) > ("seq" in aims)  # the largest microbatch may be the fastest too
-    for one, other in itertools.permutations(plan.front, 2):
-        ours, theirs = worth(one, aims), worth(other, aims)
+    for point, other in itertools.permutations(plan.front, 2):
+        ours, theirs = worth(point, aims), worth(other, aims)
         assert ours == theirs or any(a > b for a, b in zip(ours, theirs, strict=True))
-    for one in plan.front:
-        assert one.expected.peak_bytes + one.expected.margin_bytes <= problem.budget_bytes
-        check_candidate(msgspec.structs.replace(GRU, seq=one.seq), one.candidate)
+    for each in plan.front:
+        assert each.expected.peak_bytes + each.expected.margin_bytes <= problem.budget_bytes
+        check_candidate(msgspec.structs.replace(GRU, seq=each.seq), each.candidate)
 
 
 @pytest.mark.parametrize("aims", [("throughput", "seq"), ("throughput", "microbatch")], ids=",".join)
 def test_the_chosen_candidate_has_one_time_in_the_plan_and_in_its_front(aims: tuple[str, ...]) -> None:
     problem = make_problem(GRU, 420 * MIB, maximize=aims)
-    slower = [msgspec.structs.replace(one, seconds_per_step=(one.seconds_per_step or 0) * 1.04)
-              for one in solve(Machine(), problem)]  # fmt: skip
+    slower = [msgspec.structs.replace(record, seconds_per_step=(record.seconds_per_step or 0) * 1.04)
+              for record in solve(Machine(), problem)]  # fmt: skip
     plan = make(problem, slower)
     assert plan is not None
-    own = [one for one in plan.front if (one.seq, one.candidate) == (plan.spec.steps, plan.candidate)]
-    assert [one.expected.seconds_per_step for one in own] == [pytest.approx(plan.seconds_per_step)]
+    own = [point for point in plan.front if (point.seq, point.candidate) == (plan.spec.steps, plan.candidate)]
+    assert [record.expected.seconds_per_step for record in own] == [pytest.approx(plan.seconds_per_step)]
     assert own[0].throughput == pytest.approx(plan.throughput)
 
 
@@ -213,9 +213,9 @@ def test_probes_that_told_no_time_give_none_to_anything() -> None:
     late = {"verdict": Verdict.TIMEOUT, "steps": 0, "seconds_per_step": None, "fastest_pass_seconds": None}
     plan = make(problem, [msgspec.structs.replace(ran, tokens_per_second=None, **late)])
     assert plan is not None
-    told = [plan.expected, plan.plain.expected, *(one.expected for one in plan.front)]
-    told += [one.expected for one in plan.fallbacks]
-    assert {one.seconds_per_step for one in told} == {None}
+    predictions = [plan.expected, plan.plain.expected, *(point.expected for point in plan.front)]
+    predictions += [fallback.expected for fallback in plan.fallbacks]
+    assert {prediction.seconds_per_step for prediction in predictions} == {None}
 
 
 def test_with_one_aim_there_is_no_front() -> None:
@@ -255,14 +255,14 @@ def bucketed(**more: Any) -> Plan:
 
 def test_buckets_have_all_sequences_and_fit_and_pad_less() -> None:
     plan = bucketed()
-    assert sum(one.sequences for one in plan.buckets) == sum(LENGTHS.values())
+    assert sum(bucket.sequences for bucket in plan.buckets) == sum(LENGTHS.values())
     assert plan.buckets[-1].longest == 1000
     assert plan.buckets[-1].candidate == plan.candidate
     assert plan.padding is not None
     assert 0 <= plan.padding.after <= plan.padding.before < 1
-    for one in plan.buckets:
-        check_candidate(with_steps(plan.spec, one.longest), one.candidate)
-        assert one.expected.peak_bytes + one.expected.margin_bytes <= plan.budget_bytes
+    for bucket in plan.buckets:
+        check_candidate(with_steps(plan.spec, bucket.longest), bucket.candidate)
+        assert bucket.expected.peak_bytes + bucket.expected.margin_bytes <= plan.budget_bytes
 
 
 @pytest.mark.parametrize("wrong", [{"precision": "bf16"}, {"threads": 9}], ids=str)
@@ -277,6 +277,14 @@ def test_where_a_bucket_would_need_another_setting_there_are_none(
     monkeypatch.setattr(made, "make_buckets", changed)
     plan = bucketed()
     assert (plan.buckets, plan.padding) == ((), None)
+
+
+def test_similar_lengths_share_a_bucket() -> None:
+    assert [max(part) for part in cut({10: 100, 11: 100, 100: 10, 101: 1})] == [11, 101]
+
+
+def test_the_knobs_in_which_candidates_differ_are_named() -> None:
+    assert differing(Candidate(microbatch=8), Candidate(microbatch=8, threads=2), BUCKETS_KEEP) == ["threads"]
 
 
 def test_sequences_of_two_lengths_that_are_never_mixed_have_no_padding() -> None:

@@ -52,27 +52,27 @@ def of(case: str) -> tuple[Problem, Shortfall]:
 
 @each
 def test_no_candidate_of_the_space_needs_less(case: str) -> None:
-    problem, found = of(case)
-    assert found.needed_bytes == least(problem)
-    assert found.needed_bytes > found.budget_bytes == problem.budget_bytes
+    problem, shortfall = of(case)
+    assert shortfall.needed_bytes == least(problem)
+    assert shortfall.needed_bytes > shortfall.budget_bytes == problem.budget_bytes
 
 
 @each
 def test_the_candidate_is_the_one_that_needs_least(case: str) -> None:
-    problem, found = of(case)
+    problem, shortfall = of(case)
     view = screen(problem, [])
-    assert int(view.expected.safe_bytes[find(view, found.candidate)]) == found.needed_bytes
-    terms = {name: int(np.broadcast_to(size, len(view.fits))[find(view, found.candidate)])
+    assert int(view.expected.safe_bytes[find(view, shortfall.candidate)]) == shortfall.needed_bytes
+    terms = {name: int(np.broadcast_to(size, len(view.fits))[find(view, shortfall.candidate)])
              for name, size in view.estimate.terms.items()}  # fmt: skip
-    assert found.terms == terms
+    assert shortfall.terms == terms
 
 
 @each
 def test_what_stands_in_the_way_is_the_largest_term_that_is_not_the_runtime(case: str) -> None:
-    _, found = of(case)
-    others = {name: size for name, size in found.terms.items() if name != "runtime"}
-    full = found.terms["runtime"] > MOST * found.budget_bytes
-    assert found.term == ("runtime" if full else max(others, key=lambda name: others[name]))
+    _, shortfall = of(case)
+    others = {name: size for name, size in shortfall.terms.items() if name != "runtime"}
+    full = shortfall.terms["runtime"] > MOST * shortfall.budget_bytes
+    assert shortfall.term == ("runtime" if full else max(others, key=lambda name: others[name]))
 
 
 def test_weights_that_are_too_large_are_named() -> None:
@@ -88,35 +88,35 @@ def test_a_budget_that_the_interpreter_fills_is_told_so() -> None:
 
 @each
 def test_ways_that_fit_come_first_and_all_need_less(case: str) -> None:
-    _, found = of(case)
-    assert [way.fits for way in found.ways] == sorted((way.fits for way in found.ways), reverse=True)
-    assert all(way.needed_bytes < found.needed_bytes for way in found.ways)
-    assert all(way.fits == (way.needed_bytes <= found.budget_bytes) for way in found.ways)
+    _, shortfall = of(case)
+    assert [way.fits for way in shortfall.ways] == sorted((way.fits for way in shortfall.ways), reverse=True)
+    assert all(way.needed_bytes < shortfall.needed_bytes for way in shortfall.ways)
+    assert all(way.fits == (way.needed_bytes <= shortfall.budget_bytes) for way in shortfall.ways)
 
 
 def test_allowing_a_window_needs_what_a_screen_of_that_space_says() -> None:
-    _, found = of("fixed")
-    way = next(one for one in found.ways if one.change == "--allow window")
+    _, shortfall = of("fixed")
+    way = next(way for way in shortfall.ways if way.change == "--allow window")
     assert way.needed_bytes == least(make_problem(LSTM, 900 * MIB, allow=("window",), fixed=ONE_PIECE))
     assert not way.allowed
 
 
 def test_leaving_a_knob_to_the_search_needs_what_a_screen_of_that_space_says() -> None:
-    _, found = of("fixed")
+    _, shortfall = of("fixed")
     rest = {name: value for name, value in ONE_PIECE.items() if name != "segments"}
-    way = next(one for one in found.ways if "--segments" in one.change)
+    way = next(way for way in shortfall.ways if "--segments" in way.change)
     assert way.change == "leaving --segments to the search"
     assert way.needed_bytes == least(make_problem(LSTM, 900 * MIB, allow=(), fixed=rest))
     assert way.fits
 
 
 def test_the_length_that_is_named_fits_and_a_little_more_does_not() -> None:
-    problem, found = of("fixed")
-    way = next(one for one in found.ways if one.change.startswith("--seq"))
+    problem, shortfall = of("fixed")
+    way = next(way for way in shortfall.ways if way.change.startswith("--seq"))
     steps = int(way.change.split()[1])
     fits = [
-        bool(screen(replace(problem, spec=with_steps(LSTM, one)), []).eligible.any())
-        for one in (steps, steps + 1 + steps // 50)
+        bool(screen(replace(problem, spec=with_steps(LSTM, length)), []).eligible.any())
+        for length in (steps, steps + 1 + steps // 50)
     ]
     assert fits == [True, False]
     assert way.needed_bytes == least(replace(problem, spec=with_steps(LSTM, steps)))
@@ -124,59 +124,63 @@ def test_the_length_that_is_named_fits_and_a_little_more_does_not() -> None:
 
 def test_sequences_of_many_lengths_are_told_to_be_cut_since_seq_does_not_cut_them() -> None:
     spec = Spec(cell="lstm", hidden=512, lengths={1000: 9, 20_000: 1})
-    problem, found = short(900 * MIB, spec, **ONE_PIECE)
-    way = next(one for one in found.ways if "steps" in one.change)
+    problem, shortfall = short(900 * MIB, spec, **ONE_PIECE)
+    way = next(way for way in shortfall.ways if "steps" in way.change)
     steps = int(way.change.split()[3].replace(",", ""))
     assert way.change == f"sequences cut to {steps:,} steps (of --data: --seq {steps} --truncate)"
     assert way.needed_bytes == least(replace(problem, spec=with_steps(spec, steps)))
-    assert not any(one.change.startswith("--seq") for one in found.ways)
+    assert not any(way.change.startswith("--seq") for way in shortfall.ways)
 
 
 def test_what_was_allowed_already_is_told_so() -> None:
-    _, found = short(700 * MIB, allow=("window",), **ONE_PIECE | {"microbatch": 32})
-    assert {way.allowed for way in found.ways if way.change == "--allow window"} <= {True}
+    _, shortfall = short(700 * MIB, allow=("window",), **ONE_PIECE | {"microbatch": 32})
+    assert {way.allowed for way in shortfall.ways if way.change == "--allow window"} <= {True}
 
 
 @pytest.mark.parametrize(
     "fixed", [{"segments": 1000}, {"window": 5000}, {"segments": 4096, "recompute": False}], ids=str
 )
 def test_pieces_that_the_user_fixed_do_not_keep_shorter_sequences_from_being_looked_for(fixed: dict[str, Any]) -> None:
-    _, found = short(330 * MIB, allow=("window",), **fixed)
-    assert found.needed_bytes > found.budget_bytes
+    _, shortfall = short(330 * MIB, allow=("window",), **fixed)
+    assert shortfall.needed_bytes > shortfall.budget_bytes
 
 
 def test_another_optimizer_is_a_way_if_the_search_cannot_save_enough() -> None:
     spec = Spec(cell="gru", seq=10, vocab=100_000, hidden=512, optimizer="adam")
-    problem, found = short(1000 * MIB, spec)
-    way = next(one for one in found.ways if one.change == "--optimizer adafactor")
+    problem, shortfall = short(1000 * MIB, spec)
+    way = next(way for way in shortfall.ways if way.change == "--optimizer adafactor")
     assert way.needed_bytes == least(replace(problem, spec=msgspec.structs.replace(spec, optimizer="adafactor")))
-    assert way.needed_bytes < found.needed_bytes
+    assert way.needed_bytes < shortfall.needed_bytes
 
 
 # words
 
 
 def test_the_message_has_what_is_needed_what_stands_in_the_way_and_what_to_do() -> None:
-    _, found = of("fixed")
-    rule, got, advice = found.message.partition(", but ")[0], found.message, found.message.partition("). ")[2]
+    _, shortfall = of("fixed")
+    rule, got, advice = (
+        shortfall.message.partition(", but ")[0],
+        shortfall.message,
+        shortfall.message.partition("). ")[2],
+    )
     assert rule == "The smallest candidate must fit the budget"
-    assert f"needs {format_bytes(found.needed_bytes)} of 900.00 MiB" in got
-    assert f"of it {found.term})" in got
-    first = found.ways[0]
+    assert f"needs {format_bytes(shortfall.needed_bytes)} of 900.00 MiB" in got
+    assert f"of it {shortfall.term})" in got
+    first = shortfall.ways[0]
     assert advice.startswith(f"{first.change} would need {format_bytes(first.needed_bytes)}.")
 
 
 def test_if_no_knob_helps_the_message_asks_for_memory() -> None:
-    _, found = of("next to nothing")
-    assert not any(way.fits for way in found.ways)
-    assert found.message.endswith(f"raise the budget to {format_bytes(found.needed_bytes)}.")
+    _, shortfall = of("next to nothing")
+    assert not any(way.fits for way in shortfall.ways)
+    assert shortfall.message.endswith(f"raise the budget to {format_bytes(shortfall.needed_bytes)}.")
 
 
 def test_what_was_run_is_kept() -> None:
     problem = make_problem(LSTM, 345 * MIB, allow=())
     records = solve(Machine(ratio=3.0), problem)
-    found = explain(problem, records)
-    assert len(found.records) >= 1
+    shortfall = explain(problem, records)
+    assert len(shortfall.records) >= 1
 
 
 @pytest.mark.parametrize("verdict", [Verdict.BROKEN, Verdict.UNSUPPORTED])
@@ -185,8 +189,10 @@ def test_what_fits_but_never_ran_is_not_called_too_large(verdict: Verdict) -> No
     whole = explain(problem, [])
     failed = Machine().run(LSTM, whole.candidate, 1)
     failed = msgspec.structs.replace(failed, verdict=verdict, message="The driver is too old.", error="...")
-    found = msgspec.structs.replace(whole, records=(failed,))
-    assert found.message.startswith(f"A candidate must run before it is planned, but none did: {verdict.name}, The dri")
+    shortfall = msgspec.structs.replace(whole, records=(failed,))
+    assert shortfall.message.startswith(
+        f"A candidate must run before it is planned, but none did: {verdict.name}, The dri"
+    )
 
 
 # from the question on

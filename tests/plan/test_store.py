@@ -97,7 +97,7 @@ def faults(value: Any, rule: dict[str, Any], whole: dict[str, Any], path: str = 
     if "$ref" in rule:
         rule = whole["$defs"][rule["$ref"].rpartition("/")[2]]
     if "anyOf" in rule:
-        if all(any(True for _ in faults(value, one, whole, path)) for one in rule["anyOf"]):
+        if all(any(True for _ in faults(value, each, whole, path)) for each in rule["anyOf"]):
             yield f"{path}: none of several"
         return
     known: dict[str, Any] = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
@@ -113,14 +113,14 @@ def faults(value: Any, rule: dict[str, Any], whole: dict[str, Any], path: str = 
         other = rule.get("additionalProperties", True)
         if other is False:
             yield from (f"{path}: {name} is unknown" for name in {*value} - {*own})
-        for name, one in value.items():
-            yield from faults(one, own.get(name, other if isinstance(other, dict) else {}), whole, f"{path}.{name}")
+        for name, item in value.items():
+            yield from faults(item, own.get(name, other if isinstance(other, dict) else {}), whole, f"{path}.{name}")
     if isinstance(value, list):
         first = rule.get("prefixItems", [])
         rest = rule.get("items", {})
-        for target, one in enumerate(value):
+        for target, element in enumerate(value):
             below = first[target] if target < len(first) else rest if isinstance(rest, dict) else {}
-            yield from faults(one, below, whole, f"{path}[{target}]")
+            yield from faults(element, below, whole, f"{path}[{target}]")
 
 
 @every
@@ -154,7 +154,7 @@ def test_another_version_is_refused_by_its_number(version: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("edit", "told"),
+    ("edit", "message"),
     [
         (lambda d: d.pop("candidate"), "missing required field `candidate`"),
         (lambda d: d["candidate"].pop("microbatch"), "`microbatch` - at `$.candidate`"),
@@ -181,10 +181,10 @@ def test_another_version_is_refused_by_its_number(version: object) -> None:
         (lambda d: d["padding"].update(after=-3), "at `$.padding.after`"),
     ],
 )
-def test_a_wrong_form_is_told_with_its_place(edit: Edit, told: str) -> None:
+def test_a_wrong_form_is_told_with_its_place(edit: Edit, message: str) -> None:
     error = refused(edited(edit, bucketed()))
     assert "x.json does not have the right form" in error.got
-    assert told in error.got
+    assert message in error.got
 
 
 @pytest.mark.parametrize("name", ["nowhere.json", "."])
@@ -207,8 +207,8 @@ def test_a_file_that_is_far_too_large_is_not_read(path: Path) -> None:
 
 def other_record(content: dict[str, Any], **changes: Any) -> None:
     """The chosen candidate's record, here and in the list."""
-    for one in (content["record"], content["records"][1]):
-        one.update(changes)
+    for record in (content["record"], content["records"][1]):
+        record.update(changes)
 
 
 def other_knobs(content: dict[str, Any], **knobs: Any) -> None:
@@ -394,11 +394,11 @@ CONTRADICTIONS: dict[str, tuple[Edit, str]] = {
 
 @pytest.mark.parametrize("name", [*CONTRADICTIONS])
 def test_what_was_changed_by_hand_is_refused_with_what_does_not_agree(name: str) -> None:
-    edit, told = CONTRADICTIONS[name]
+    edit, message = CONTRADICTIONS[name]
     error = refused(edited(edit, bucketed() if "bucket" in name else None))
     assert error.rule == "A plan must agree with itself"
     assert error.got.startswith("in x.json, ")
-    assert told in error.got
+    assert message in error.got
     assert ".." not in str(error)
     assert "make the plan again" in error.advice
 

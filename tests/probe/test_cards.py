@@ -28,8 +28,8 @@ LSTM = Spec(cell="lstm", seq=500, features=64, hidden=256, batch=32)
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[Runner]:
-    with Runner("cuda", timeout=100, seconds=1) as found:
-        yield found
+    with Runner("cuda", timeout=100, seconds=1) as runner:
+        yield runner
 
 
 def test_a_record_has_what_the_card_showed(runner: Runner) -> None:
@@ -51,7 +51,7 @@ def test_a_record_has_what_the_card_showed(runner: Runner) -> None:
 def test_a_shorter_piece_leaves_no_blocks_that_are_too_small_for_the_others(runner: Runner) -> None:
     """Of 4 pieces of 101 steps, the odd one is differentiated last: reserved is no more than for equal ones."""
     even, uneven = (Spec(cell="gru", seq=steps, hidden=512, layers=2, batch=64) for steps in (404, 401))
-    peaks = [runner.probe(one, one_thread(one, segments=4)).reserved_bytes or 0 for one in (even, uneven)]
+    peaks = [runner.probe(each, one_thread(each, segments=4)).reserved_bytes or 0 for each in (even, uneven)]
     assert 0 < peaks[1] <= peaks[0]
 
 
@@ -59,7 +59,7 @@ def test_a_shorter_piece_leaves_no_blocks_that_are_too_small_for_the_others(runn
 def test_half_precision_needs_less(runner: Runner, precision: str) -> None:
     if precision not in open_device("cuda").precisions():
         pytest.skip(f"this card does not compute in {precision}")
-    full, half = (runner.probe(LSTM, one_thread(LSTM, precision=one)) for one in ("fp32", precision))
+    full, half = (runner.probe(LSTM, one_thread(LSTM, precision=each)) for each in ("fp32", precision))
     assert half.verdict is Verdict.FITS
     assert half.allocated_bytes is not None
     assert full.allocated_bytes is not None
@@ -167,9 +167,9 @@ def test_what_happens_to_a_child_in_the_middle_of_a_probe_is_its_verdict(
     os.kill(pid, signal.SIGSTOP)
 
     def strike() -> None:
-        for one in (number, signal.SIGCONT) if number is not None else ():
+        for each in (number, signal.SIGCONT) if number is not None else ():
             with suppress(ProcessLookupError):
-                os.kill(pid, one)
+                os.kill(pid, each)
 
     with meanwhile(strike):
         record = runner.probe(LSTM, one_thread(LSTM), timeout=5)

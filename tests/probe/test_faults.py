@@ -28,8 +28,8 @@ ROOT = str(Path(__file__).parents[2])
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[Runner]:
-    with Runner(timeout=60, seconds=1) as found:
-        yield found
+    with Runner(timeout=60, seconds=1) as runner:
+        yield runner
 
 
 @pytest.mark.parametrize(
@@ -175,14 +175,14 @@ def test_a_child_does_not_outlive_a_parent_that_is_killed(how: str) -> None:
     child = int(parent.stdout.readline())
     forked: list[psutil.Process] = []
     while how == "forked" and not forked:
-        forked = [one for one in psutil.Process(parent.pid).children() if one.pid != child]
+        forked = [process for process in psutil.Process(parent.pid).children() if process.pid != child]
     assert is_running(child)
     parent.kill()
     parent.wait()
     parent.stdout.close()
     assert ends_within(child, 5)
-    for one in forked:
-        one.kill()
+    for process in forked:
+        process.kill()
 
 
 def test_a_request_that_cannot_be_read_is_answered_and_the_next_one_too() -> None:

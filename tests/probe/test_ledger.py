@@ -33,8 +33,8 @@ for number in range(int(sys.argv[4])):
 
 def record(message: str = "It fits.") -> Record:
     request = Request(spec=TINY, candidate=one_thread(TINY), device="cpu", budget_bytes=GIB)
-    found = Measured(verdict=Verdict.FITS, message=message, peak_bytes=1 << 28, seconds_per_step=0.5, steps=1)
-    return make_record(request, found, datetime.now(UTC))
+    measured = Measured(verdict=Verdict.FITS, message=message, peak_bytes=1 << 28, seconds_per_step=0.5, steps=1)
+    return make_record(request, measured, datetime.now(UTC))
 
 
 def writer(path: Path, count: int, name: str) -> "subprocess.Popen[bytes]":
@@ -50,8 +50,8 @@ def path(tmp_path: Path) -> Path:
 def test_what_was_appended_is_read_in_its_order(path: Path) -> None:
     ledger = Ledger(path)
     written = [record(f"Number {number}\nof several.") for number in range(5)]
-    for one in written:
-        ledger.append(one)
+    for entry in written:
+        ledger.append(entry)
     assert Ledger(path).read() == written
 
 
@@ -66,8 +66,8 @@ def test_a_torn_last_line_is_left_out_and_named(path: Path, kept: int) -> None:
     with path.open("ab") as file:
         file.write(msgspec.json.encode(record("torn"))[:kept])
     with pytest.warns(UserWarning, match=r"ledger\.jsonl, line 2"):
-        found = ledger.read()
-    assert [one.message for one in found] == ["whole"]
+        records = ledger.read()
+    assert [entry.message for entry in records] == ["whole"]
 
 
 def test_writing_goes_on_after_a_torn_line(path: Path) -> None:
@@ -77,8 +77,8 @@ def test_writing_goes_on_after_a_torn_line(path: Path) -> None:
         file.write(b'{"verdict": "FI')
     ledger.append(record("third"))
     with pytest.warns(UserWarning, match=r"ledger\.jsonl, line 2"):
-        found = ledger.read()
-    assert [one.message for one in found] == ["first", "third"]
+        records = ledger.read()
+    assert [entry.message for entry in records] == ["first", "third"]
 
 
 @pytest.mark.parametrize("junk", [b"\x00" * 50, b"\xff\xfe", b"{}", b'{"verdict": "MAYBE"}', b"null"])
@@ -89,8 +89,8 @@ def test_a_line_that_is_no_record_is_left_out_and_named(path: Path, junk: bytes)
         file.write(junk + b"\n")
     ledger.append(record("third"))
     with pytest.warns(UserWarning, match=r"ledger\.jsonl, line 2"):
-        found = ledger.read()
-    assert [one.message for one in found] == ["first", "third"]
+        records = ledger.read()
+    assert [entry.message for entry in records] == ["first", "third"]
 
 
 def test_two_writers_at_once_and_a_reader_disturb_nobody(path: Path) -> None:
@@ -98,13 +98,13 @@ def test_two_writers_at_once_and_a_reader_disturb_nobody(path: Path) -> None:
     seen = [0]
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # no reading ever finds a torn line
-        while any(one.poll() is None for one in writers):
+        while any(number.poll() is None for number in writers):
             seen.append(len(Ledger(path).read()))
-        found = [one.message.split()[:2] for one in Ledger(path).read()]
-    assert [one.returncode for one in writers] == [0, 0]
+        words = [entry.message.split()[:2] for entry in Ledger(path).read()]
+    assert [number.returncode for number in writers] == [0, 0]
     assert seen == sorted(seen)
     for name in ("first", "second"):
-        assert [int(number) for by, number in found if by == name] == list(range(60))
+        assert [int(number) for by, number in words if by == name] == list(range(60))
 
 
 def test_what_a_killed_writer_had_written_is_all_there(path: Path) -> None:
@@ -114,12 +114,12 @@ def test_what_a_killed_writer_had_written_is_all_there(path: Path) -> None:
     os.kill(killed.pid, signal.SIGKILL)
     killed.wait()
     Ledger(path).append(record("after"))
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = Ledger(path).read()
-    assert len(told) <= 1  # the line that it was writing, if it was
-    assert [int(one.message.split()[1]) for one in found[:-1]] == list(range(len(found) - 1))
-    assert found[-1].message == "after"
+        records = Ledger(path).read()
+    assert len(caught) <= 1  # the line that it was writing, if it was
+    assert [int(entry.message.split()[1]) for entry in records[:-1]] == list(range(len(records) - 1))
+    assert records[-1].message == "after"
 
 
 def test_a_path_that_is_a_directory_is_refused(tmp_path: Path) -> None:

@@ -55,9 +55,9 @@ def test_an_engine_that_the_device_lacks_leaves_the_record_without_one() -> None
 @pytest.mark.parametrize("missing", FOUND)
 @pytest.mark.parametrize("verdict", [Verdict.FITS, Verdict.STRAINED])
 def test_a_record_of_something_that_ran_has_its_figures(verdict: Verdict, missing: str) -> None:
-    found: dict[str, Any] = {name: value for name, value in FOUND.items() if name != missing}
+    fields: dict[str, Any] = {name: value for name, value in FOUND.items() if name != missing}
     with pytest.raises(MisuseError, match=verdict.name):
-        make_record(REQUEST, Measured(verdict=verdict, message="It ran.", **found), NOW)
+        make_record(REQUEST, Measured(verdict=verdict, message="It ran.", **fields), NOW)
 
 
 def test_a_record_of_something_broken_has_its_error() -> None:

@@ -116,8 +116,8 @@ def test_the_budget_is_what_is_free_when_the_probe_begins(shared: Runner, monkey
             name="free RAM", limit_bytes=left_bytes, used_bytes=0, held_bytes=0, unit="resident", source="a test"
         )
         monkeypatch.setattr(type(shared.device), "budget", lambda _, free=free: Budget(device="cpu", limits=(free,)))
-        found = shared.probe(TINY, one_thread(TINY)).budget_bytes
-        assert found == pytest.approx(left_bytes + held_bytes, abs=16 * MIB)
+        budget_bytes = shared.probe(TINY, one_thread(TINY)).budget_bytes
+        assert budget_bytes == pytest.approx(left_bytes + held_bytes, abs=16 * MIB)
 
 
 def test_the_parent_does_not_grow(shared: Runner) -> None:
@@ -214,7 +214,7 @@ def test_the_child_runs_this_very_package_from_any_directory(tmp_path: Path, mon
 
 
 def shared_memory() -> set[str]:
-    return {one.name for one in Path("/dev/shm").iterdir()}
+    return {path.name for path in Path("/dev/shm").iterdir()}
 
 
 def test_nothing_is_left_after_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,10 +50,10 @@ def test_padding_is_there_where_it_can_be_since_its_mask_costs_memory() -> None:
 
 def test_the_same_seed_gives_the_same_values() -> None:
     spec = Spec(cell="gru", seq=6, features=3, batch=2)
-    one, same, other = (random_microbatch(spec, 2, dice(seed)) for seed in (1, 1, 2))
-    assert torch.equal(one.inputs, same.inputs)
-    assert torch.equal(one.targets, same.targets)
-    assert not torch.equal(one.inputs, other.inputs)
+    microbatch, same, other = (random_microbatch(spec, 2, dice(seed)) for seed in (1, 1, 2))
+    assert torch.equal(microbatch.inputs, same.inputs)
+    assert torch.equal(microbatch.targets, same.targets)
+    assert not torch.equal(microbatch.inputs, other.inputs)
 
 
 @pytest.mark.parametrize(
@@ -70,25 +70,25 @@ def test_microbatches_have_the_shape_that_the_spec_says(
     changes: dict[str, object], inputs: tuple[int, ...], targets: tuple[int, ...]
 ) -> None:
     spec = Spec(**{"cell": "gru", "seq": 6, "features": 3, "batch": 2} | changes)  # type: ignore[arg-type]
-    found = random_microbatch(spec, 2, dice())
-    assert (tuple(found.inputs.shape), tuple(found.targets.shape)) == (inputs, targets)
-    assert found.inputs.count_nonzero() > 0
+    microbatch = random_microbatch(spec, 2, dice())
+    assert (tuple(microbatch.inputs.shape), tuple(microbatch.targets.shape)) == (inputs, targets)
+    assert microbatch.inputs.count_nonzero() > 0
 
 
 def test_a_measured_step_meets_held_gradients_but_does_not_run_the_whole_batch() -> None:
     spec = Spec(cell="gru", seq=5, features=3, hidden=4, batch=12)
-    found = meter(spec, microbatch=2)
-    found.warm_up()
-    found.step()
-    found.step()
-    assert (len(found.pass_seconds), len(found.update_seconds)) == (4, 2)
+    sampled = meter(spec, microbatch=2)
+    sampled.warm_up()
+    sampled.step()
+    sampled.step()
+    assert (len(sampled.pass_seconds), len(sampled.update_seconds)) == (4, 2)
 
 
 def test_the_time_of_a_step_counts_every_pass_and_an_uneven_one_by_its_share() -> None:
     spec = Spec(cell="gru", seq=5, features=3, hidden=4, batch=7)
-    found = meter(spec, microbatch=2)
-    found.pass_seconds, found.update_seconds = [2.0, 4.0, 2.0], [1.0, 1.0, 5.0]
-    figures = found.figures()
+    sampled = meter(spec, microbatch=2)
+    sampled.pass_seconds, sampled.update_seconds = [2.0, 4.0, 2.0], [1.0, 1.0, 5.0]
+    figures = sampled.figures()
     assert figures["seconds_per_step"] == 3.5 * 2.0 + 1.0
     assert figures["tokens_per_second"] == pytest.approx(7 * 5 / 8.0)
 
@@ -104,12 +104,12 @@ def test_nobody_holds_a_microbatch_while_the_next_is_made() -> None:
 
 def test_terms_count_what_tensors_take() -> None:
     spec = Spec(cell="lstm", seq=5, features=3, hidden=4, layers=1, batch=2)
-    found = meter(spec)
-    found.warm_up()
-    found.step()
-    weights_bytes = 4 * sum(p.numel() for p in found.training.model.parameters())
-    counters_bytes = 4 * len(list(found.training.model.parameters()))  # Adam's steps
-    assert found.sizes == {
+    sampled = meter(spec)
+    sampled.warm_up()
+    sampled.step()
+    weights_bytes = 4 * sum(p.numel() for p in sampled.training.model.parameters())
+    counters_bytes = 4 * len(list(sampled.training.model.parameters()))  # Adam's steps
+    assert sampled.sizes == {
         "weights": weights_bytes,
         "gradients": weights_bytes,
         "optimizer": 2 * weights_bytes + counters_bytes,
@@ -119,9 +119,9 @@ def test_terms_count_what_tensors_take() -> None:
 
 def test_weights_that_share_a_storage_count_once() -> None:
     spec = Spec(cell="gru", seq=5, vocab=10, hidden=4, layers=1, batch=2, tied=True)
-    found = meter(spec)
+    sampled = meter(spec)
     whole = torch.zeros(100)
-    assert found.bytes_of([whole[:50], whole[50:], whole]) == 400
+    assert sampled.bytes_of([whole[:50], whole[50:], whole]) == 400
 
 
 def test_a_request_gives_the_same_weights_each_time() -> None:

@@ -24,11 +24,11 @@ def threads() -> Iterator[int]:
 
 def test_threads_that_a_candidate_does_not_set_are_not_those_of_the_last_one(threads: int) -> None:
     server, device = Server(), open_device("cpu")
-    found = []
+    answers = []
     for candidate in (make_candidate(TINY, threads=threads + 1), make_candidate(TINY)):
         server._warm_up(Request(spec=TINY, candidate=candidate, device="cpu", budget_bytes=GIB), device)
-        found.append(torch.get_num_threads())
-    assert found == [threads + 1, threads]
+        answers.append(torch.get_num_threads())
+    assert answers == [threads + 1, threads]
 
 
 def test_each_kind_of_step_is_warmed_up_once() -> None:

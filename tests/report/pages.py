@@ -45,9 +45,9 @@ def _spoil(value: Any, name: str, attacks: Any) -> Any:
     if isinstance(value, dict) and name == "terms":
         return {key + next(attacks): size for key, size in value.items()}
     if isinstance(value, dict):
-        return {key: one if key in CHECKED else _spoil(one, key, attacks) for key, one in value.items()}
+        return {key: item if key in CHECKED else _spoil(item, key, attacks) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_spoil(one, name, attacks) for one in value]
+        return [_spoil(item, name, attacks) for item in value]
     return next(attacks) if name in FREE and (isinstance(value, str) or value is None) else value
 
 

@@ -13,7 +13,7 @@ from oomguard._cli.flags import CURVES
 from oomguard._core.errors import MisuseError
 from oomguard._core.units import GIB, format_seconds
 from oomguard._estimate.breakdown import estimate_step
-from oomguard._plan.front import pareto_front
+from oomguard._plan.make import pareto_front
 from oomguard._report.curve import Curve, Mark, Series
 from oomguard._report.curves import MAKERS, curves_of, front, longest_steps, predict_ways, region, rounded_down
 from oomguard._report.curves_memory import (
@@ -35,18 +35,20 @@ each_curve = pytest.mark.parametrize("name", MAKERS)
 
 
 def line(curve: Curve, name: str, panel: int = 0) -> Series:
-    (found,) = [one for one in curve.series if one.name == name and one.panel == panel and one.kind != "band"]
-    return found
+    (matching,) = [
+        series for series in curve.series if series.name == name and series.panel == panel and series.kind != "band"
+    ]
+    return matching
 
 
 def mark(curve: Curve, text: str) -> Mark:
-    (found,) = [one for one in curve.marks if text in one.text]
-    return found
+    (matching,) = [each_mark for each_mark in curve.marks if text in each_mark.text]
+    return matching
 
 
 @cache
 def made(about: str) -> dict[str, Curve]:
-    return {one.name: one for one in curves_of(EVERY[about]())}
+    return {curve.name: curve for curve in curves_of(EVERY[about]())}
 
 
 @each_subject
@@ -58,49 +60,51 @@ def test_every_curve_of_every_subject_is_whole(about: str, name: str) -> None:
     assert curve.answer.endswith(".")
     assert curve.title
     assert not {"nan", "inf", "None"} & {*f"{curve.title} {curve.answer}".replace(",", " ").split()}
-    assert any(one.x for one in curve.series)
+    assert any(series.x for series in curve.series)
     for axis in filter(None, (curve.x, curve.y, curve.below)):
         assert math.isfinite(axis.low)
         assert axis.low < axis.high < math.inf
         assert not axis.base or axis.low > 0
-    for one in curve.series:
-        assert np.isfinite([*one.x, *one.y, *one.low]).all()
-        assert not curve.x.base or all(x > 0 for x in one.x)
+    for series in curve.series:
+        assert np.isfinite([*series.x, *series.y, *series.low]).all()
+        assert not curve.x.base or all(x > 0 for x in series.x)
 
 
 @each_subject
 def test_every_line_is_in_sight(about: str) -> None:
     for curve in made(about).values():
-        for one in curve.series:
-            axis = curve.below if one.panel and curve.below else curve.y
-            if one.kind in ("line", "points") and one.x:
-                shares = [axis.share(y) for x, y in zip(one.x, one.y, strict=True) if 0 <= curve.x.share(x) <= 1.001]
-                assert all(-0.001 <= share <= 1.001 for share in shares), (curve.name, one.name)
+        for series in curve.series:
+            axis = curve.below if series.panel and curve.below else curve.y
+            if series.kind in ("line", "points") and series.x:
+                shares = [
+                    axis.share(y) for x, y in zip(series.x, series.y, strict=True) if 0 <= curve.x.share(x) <= 1.001
+                ]
+                assert all(-0.001 <= share <= 1.001 for share in shares), (curve.name, series.name)
 
 
 @each_subject
 def test_every_point_of_every_curve_has_words(about: str) -> None:
     bare = [
-        (curve.name, one.name)
+        (curve.name, series.name)
         for curve in made(about).values()
-        for one in curve.series
-        if one.kind != "band" and len(one.tips) != len(one.x)
+        for series in curve.series
+        if series.kind != "band" and len(series.tips) != len(series.x)
     ]
     assert bare == []
 
 
 def test_words_of_a_point_are_its_figures() -> None:
-    border = [one for one in region(subject(batch=8)).series if one.kind == "line"][1]
+    border = [series for series in region(subject(batch=8)).series if series.kind == "line"][1]
     assert border.tips[0] == f"microbatch 1: up to {rounded_down(int(border.y[1]))} steps with segments"
-    none = [one for one in region(subject(budget=1)).series if one.kind == "line"][1]
-    assert {one.partition(": ")[2] for one in none.tips} == {"not even one step with segments"}
-    guessed, timed = (line(segments(one), "segments", panel=1) for one in (subject(), planned()))
+    none = [series for series in region(subject(budget=1)).series if series.kind == "line"][1]
+    assert {tip.partition(": ")[2] for tip in none.tips} == {"not even one step with segments"}
+    guessed, timed = (line(segments(each), "segments", panel=1) for each in (subject(), planned()))
     assert guessed.tips[0] == "1 segment: 1.00 times as long as plain"
     assert timed.tips[3] == f"{timed.x[3]:.0f} segments: {format_seconds(timed.y[3])}"
 
 
 def test_titles_and_questions_of_a_small_model_on_a_card() -> None:
-    made = {one.name: one for one in curves_of(subject(seq=1000, budget="1GiB", device="t4"))}
+    made = {curve.name: curve for curve in curves_of(subject(seq=1000, budget="1GiB", device="t4"))}
     assert {name: made[name].title for name in ("region", "microbatch", "terms")} == {
         "region": "1,000 steps fit with segments and the whole batch in one pass",
         "microbatch": "Microbatches of up to 18 fit",
@@ -110,9 +114,9 @@ def test_titles_and_questions_of_a_small_model_on_a_card() -> None:
     assert made["segments"].question == "How much memory do segments save, and how much time do they cost?"
     assert made["timeline"].x.names == ("before", "forward", "loss", "head", "layers", "optimizer")
     about = subject(seq=1000, budget="1GiB", device="t4")
-    found = segments_sweep(about)
-    assert found.segments[:5].tolist() == [1, 2, 3, 4, 5]
-    assert found.segments[knee_row(found)] == 13
+    sweep = segments_sweep(about)
+    assert sweep.segments[:5].tolist() == [1, 2, 3, 4, 5]
+    assert sweep.segments[knee_row(sweep)] == 13
     assert largest_microbatch(about, "fp32") == 18
     assert predict_ways(about, about.spec, 32, segments=False).fits.tolist() == [False]
     assert predict_ways(about, about.spec, 32, segments=True).fits.any()
@@ -123,26 +127,26 @@ def test_the_flag_names_every_curve() -> None:
 
 
 def test_a_plan_has_all_curves_and_a_spec_too() -> None:
-    assert [one.name for one in oomguard.curves(plan())] == [*MAKERS]
-    assert {one.name: one for one in oomguard.curves(plan())} == made("planned")
+    assert [curve.name for curve in oomguard.curves(plan())] == [*MAKERS]
+    assert {curve.name: curve for curve in oomguard.curves(plan())} == made("planned")
     spec = Spec(cell="gru", seq=100, hidden=16)
-    assert [one.name for one in oomguard.curves(spec, device="t4")] == [*MAKERS]
+    assert [curve.name for curve in oomguard.curves(spec, device="t4")] == [*MAKERS]
 
 
 @pytest.mark.parametrize("name", ["microbatch", "segments", "front", "terms"])
 def test_the_budget_line_is_where_the_budget_is(name: str) -> None:
-    found = mark(MAKERS[name](subject()), "budget")
-    assert found.role == "budget"
-    assert (found.x if name == "front" else found.y) == BUDGET_BYTES / GIB
+    budget_line = mark(MAKERS[name](subject()), "budget")
+    assert budget_line.role == "budget"
+    assert (budget_line.x if name == "front" else budget_line.y) == BUDGET_BYTES / GIB
 
 
 @pytest.mark.parametrize("device", ["cpu", "a100-80gb", "t4"])
 def test_the_peaks_over_the_microbatch_are_those_of_estimates(device: str) -> None:
     curve = MAKERS["microbatch"](subject(device=device, batch=20))
-    found = next(one for one in curve.series if one.kind == "line" and one.name.startswith("fp32"))
-    for rows, peak in zip(found.x, found.y, strict=True):
-        one = oomguard.estimate(cell="lstm", seq=10_000, batch=20, microbatch=int(rows), device=device)
-        assert peak == one.total_bytes / GIB
+    first_line = next(line for line in curve.series if line.kind == "line" and line.name.startswith("fp32"))
+    for rows, peak in zip(first_line.x, first_line.y, strict=True):
+        estimate = oomguard.estimate(cell="lstm", seq=10_000, batch=20, microbatch=int(rows), device=device)
+        assert peak == estimate.total_bytes / GIB
 
 
 @pytest.mark.parametrize("budget_bytes", [BUDGET_BYTES, GIB, 1, 20 * GIB])
@@ -153,23 +157,23 @@ def test_the_largest_microbatch_that_is_named_is_the_largest_that_fits(budget_by
         for rows in range(1, 33)
         if oomguard.estimate(cell="lstm", seq=10_000, microbatch=rows, budget_bytes=budget_bytes).fits
     ]
-    said = f"up to {max(fits)}" if fits else "not even one"
-    assert said in curve.answer
+    expected = f"up to {max(fits)}" if fits else "not even one"
+    assert expected in curve.answer
     assert ("whole batch" in curve.title) == (len(fits) == 32)
 
 
 def test_precisions_that_come_out_alike_are_one_line() -> None:
-    lines = [one.name for one in MAKERS["microbatch"](subject(over={"precision": ["fp32", "bf16"]})).series]
+    lines = [series.name for series in MAKERS["microbatch"](subject(over={"precision": ["fp32", "bf16"]})).series]
     assert lines.count("fp32") + lines.count("fp32 and bf16") == 1
 
 
 def test_the_knee_is_the_fewest_segments_that_save_enough() -> None:
     about = subject()
-    found = segments_sweep(about)
-    knee = int(found.segments[knee_row(found)])
+    sweep = segments_sweep(about)
+    knee = int(sweep.segments[knee_row(sweep)])
     peaks = {
         int(count): oomguard.estimate(cell="lstm", seq=10_000, segments=int(count)).total_bytes
-        for count in found.segments
+        for count in sweep.segments
     }
     most = peaks[1] - min(peaks.values())
     assert peaks[1] - peaks[knee] >= ENOUGH * most
@@ -193,25 +197,25 @@ def test_the_longest_sequence_fits_and_a_slightly_longer_one_does_not(device: st
 
 def test_the_border_of_the_region_agrees_with_estimates() -> None:
     curve = region(subject(batch=8))
-    plain, pieces = (one for one in curve.series if one.kind == "line")
+    plain, pieces = (series for series in curve.series if series.kind == "line")
     for rows, steps in [*zip(plain.x, plain.y, strict=True)][1:-1]:
         for length, fits in ((steps, True), (round(steps * 1.0015) + 1, False)):
-            found = oomguard.estimate(
+            estimate = oomguard.estimate(
                 cell="lstm", seq=int(length), batch=8, microbatch=int(rows), budget_bytes=BUDGET_BYTES
             )
-            assert found.fits == fits
-    assert all(many >= one for many, one in zip(pieces.y, plain.y, strict=True))
+            assert estimate.fits == fits
+    assert all(many >= piece for many, piece in zip(pieces.y, plain.y, strict=True))
 
 
 def test_what_cudnn_refuses_is_not_in_the_region() -> None:
     curve = region(subject(device="h100", budget=None))
-    assert max(next(one for one in curve.series if one.kind == "line").y) <= 65_535
+    assert max(next(series for series in curve.series if series.kind == "line").y) <= 65_535
 
 
 def test_the_plan_is_in_the_region_of_what_fits() -> None:
     curve = region(planned())
     star = mark(curve, "the plan")
-    pieces = [one for one in curve.series if one.kind == "line"][1]
+    pieces = [series for series in curve.series if series.kind == "line"][1]
     assert (star.x, star.y, star.role) == (plan().candidate.microbatch, plan().spec.seq, "chosen")
     assert plan().spec.steps <= pieces.y[-1]
 
@@ -221,10 +225,10 @@ def test_the_front_is_that_of_its_dots() -> None:
     dots = line(curve, "fits")
     front_rows = np.flatnonzero(pareto_front(dots.x, -np.asarray(dots.y)))
     rows = sorted(front_rows.tolist(), key=lambda row: dots.x[row])
-    found = line(curve, "front: nothing is faster with less memory")
-    assert found.x == tuple(dots.x[row] for row in rows)
-    assert found.y == tuple(dots.y[row] for row in rows)
-    assert list(found.y) == sorted(found.y)
+    front_line = line(curve, "front: nothing is faster with less memory")
+    assert front_line.x == tuple(dots.x[row] for row in rows)
+    assert front_line.y == tuple(dots.y[row] for row in rows)
+    assert list(front_line.y) == sorted(front_line.y)
 
 
 def test_dots_that_do_not_fit_are_those_whose_margin_does_not() -> None:
@@ -250,27 +254,27 @@ def test_without_records_a_speed_is_called_a_guess() -> None:
 
 @each_subject
 def test_the_stacked_terms_add_up_to_the_estimate(about: str) -> None:
-    one, curve = EVERY[about](), made(about)["terms"]
+    shown, curve = EVERY[about](), made(about)["terms"]
     totals = [sum(stack) for stack in zip(*(area.y for area in curve.series), strict=True)]
     for steps, total in [*zip(curve.series[0].x, totals, strict=True)][::9]:
-        spec = one.with_seq(int(steps))
-        knobs = {"segments": min(one.candidate.segments, int(steps))}
-        if one.candidate.window is not None:
-            knobs["window"] = min(one.candidate.window, int(steps))
-        found = one.predict(one.vary(spec, **knobs), spec)
-        assert total == pytest.approx(float(found.total_bytes[0]) / GIB)
+        spec = shown.with_seq(int(steps))
+        knobs = {"segments": min(shown.candidate.segments, int(steps))}
+        if shown.candidate.window is not None:
+            knobs["window"] = min(shown.candidate.window, int(steps))
+        prediction = shown.predict(shown.vary(spec, **knobs), spec)
+        assert total == pytest.approx(float(prediction.total_bytes[0]) / GIB)
 
 
 @each_subject
 def test_the_highest_moment_of_the_timeline_is_the_estimate(about: str) -> None:
-    one = EVERY[about]()
-    found = estimate_step(one.spec, one.candidate, one.target)
-    moments, _ = moments_in_order(one)
+    shown = EVERY[about]()
+    estimate = estimate_step(shown.spec, shown.candidate, shown.target)
+    moments, _ = moments_in_order(shown)
     totals = {name: sum(parts.values()) for name, parts in moments.items()}
-    assert max(totals.values()) == found.total_bytes
-    assert {name: totals[name] for name in found.moments} == found.moments
+    assert max(totals.values()) == estimate.total_bytes
+    assert {name: totals[name] for name in estimate.moments} == estimate.moments
     curve = made(about)["timeline"]
-    assert mark(curve, "the peak").y == pytest.approx(found.total_bytes / GIB)
+    assert mark(curve, "the peak").y == pytest.approx(estimate.total_bytes / GIB)
 
 
 def test_the_layers_come_from_the_last_to_the_first() -> None:
@@ -291,9 +295,9 @@ def test_segments_repeat_what_is_between_the_borders() -> None:
 
 def test_values_that_are_asked_for_are_those_that_are_drawn() -> None:
     over = {"microbatch": [4, 12], "segments": [1, 7]}
-    found = {one.name: one for one in oomguard.curves(cell="gru", seq=50, over=over, batch=16, device="t4")}
-    assert line(found["segments"], "segments").x == (1.0, 7.0)
-    assert next(one for one in found["microbatch"].series if one.kind == "line").x == (4.0, 12.0, 16.0)
+    drawn = {curve.name: curve for curve in oomguard.curves(cell="gru", seq=50, over=over, batch=16, device="t4")}
+    assert line(drawn["segments"], "segments").x == (1.0, 7.0)
+    assert next(series for series in drawn["microbatch"].series if series.kind == "line").x == (4.0, 12.0, 16.0)
 
 
 @pytest.mark.parametrize("over", [{"hidden": [8, 16]}, {"batch": [1, 2]}, {"window": [None, 10]}])
@@ -303,9 +307,9 @@ def test_what_no_curve_would_show_is_refused(over: dict[str, Any]) -> None:
 
 
 def test_of_lengths_the_longest_is_drawn() -> None:
-    found = {one.name: one for one in oomguard.curves(measured=plan(), over={"seq": [10, 2000, 50]})}
-    assert mark(found["region"], "asked for").y == 2000
-    assert mark(found["terms"], "steps").x == 2000
+    drawn = {curve.name: curve for curve in oomguard.curves(measured=plan(), over={"seq": [10, 2000, 50]})}
+    assert mark(drawn["region"], "asked for").y == 2000
+    assert mark(drawn["terms"], "steps").x == 2000
 
 
 def test_segments_that_are_asked_for_are_those_that_sequences_are_cut_into() -> None:

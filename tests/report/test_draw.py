@@ -40,14 +40,14 @@ def drawn_numbers(curve: Curve, figure: Figure) -> list[tuple[tuple[float, ...],
     artists = {number: [*panel.lines] for number, panel in enumerate(figure.axes)}
     fills = {number: [*panel.collections] for number, panel in enumerate(figure.axes)}
     numbers = []
-    for one in curve.series:
-        if one.kind in ("band", "area"):
-            corners = np.asarray(fills[one.panel].pop(0).get_paths()[0].vertices)
-            lower = corners[1 : len(one.x) + 1, 1]
-            upper = corners[len(one.x) + 2 : -1, 1][::-1]
-            numbers.append((one.x, tuple(upper if one.kind == "band" else upper - lower)))
+    for series in curve.series:
+        if series.kind in ("band", "area"):
+            corners = np.asarray(fills[series.panel].pop(0).get_paths()[0].vertices)
+            lower = corners[1 : len(series.x) + 1, 1]
+            upper = corners[len(series.x) + 2 : -1, 1][::-1]
+            numbers.append((series.x, tuple(upper if series.kind == "band" else upper - lower)))
         else:
-            drawn = artists[one.panel].pop(0)
+            drawn = artists[series.panel].pop(0)
             numbers.append((tuple(np.asarray(drawn.get_xdata())), tuple(np.asarray(drawn.get_ydata()))))
     return numbers
 
@@ -58,9 +58,9 @@ def test_a_picture_holds_the_numbers_of_its_curve(name: str, about: str) -> None
     curve = made(name, about)
     drawn = drawn_numbers(curve, draw(curve))
     assert len(drawn) == len(curve.series)
-    for (x, y), one in zip(drawn, curve.series, strict=True):
-        assert x == pytest.approx(one.x)
-        assert y == pytest.approx(one.y)
+    for (x, y), series in zip(drawn, curve.series, strict=True):
+        assert x == pytest.approx(series.x)
+        assert y == pytest.approx(series.y)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_picture_holds_the_numbers_of_its_curve(name: str, about: str) -> None
 )
 def test_an_axis_has_labels_at_round_numbers(axis: Axis, labels: list[str]) -> None:
     panel = draw(msgspec.structs.replace(made("front"), y=axis, marks=())).axes[0]
-    assert [one.get_text() for one in panel.get_yticklabels()] == labels
+    assert [text.get_text() for text in panel.get_yticklabels()] == labels
 
 
 @each_curve
@@ -92,9 +92,9 @@ def test_a_picture_has_the_axes_and_the_levels_of_its_curve(name: str) -> None:
         assert panel.get_ylim() == pytest.approx((axis.low, axis.high))
         assert panel.get_xlim() == pytest.approx((curve.x.low, curve.x.high))
         assert len(panel.get_yticklabels()) >= 2
-    lines = [(np.asarray(one.get_xdata()), np.asarray(one.get_ydata())) for one in panels[0].lines]
+    lines = [(np.asarray(line.get_xdata()), np.asarray(line.get_ydata())) for line in panels[0].lines]
     drawn = {round(float(y[0]), 9) for x, y in lines if x.tolist() == [0, 1]}
-    assert drawn == {round(one.y, 9) for one in curve.marks if one.x is None and one.y is not None}
+    assert drawn == {round(mark.y, 9) for mark in curve.marks if mark.x is None and mark.y is not None}
 
 
 @each_curve
@@ -105,7 +105,7 @@ def test_title_and_answer_of_a_file_begin_at_the_same_edge(name: str, about: str
     title, answer = figure.texts
     assert title.get_text().replace("\n", " ") == curve.title
     assert answer.get_text().replace("\n", " ") == curve.answer
-    boxes = [one.get_window_extent() for one in (title, answer)]
+    boxes = [each.get_window_extent() for each in (title, answer)]
     assert boxes[0].x0 == pytest.approx(boxes[1].x0, abs=3)  # letters of two sizes
     assert boxes[0].y0 > boxes[1].y1 - 3
     assert boxes[1].y0 > figure.axes[0].get_window_extent().y1
@@ -114,23 +114,23 @@ def test_title_and_answer_of_a_file_begin_at_the_same_edge(name: str, about: str
 
 def visible_texts(figure: Figure) -> list[Text]:
     figure.draw_without_rendering()
-    texts = [one for one in figure.findobj(Text) if isinstance(one, Text) and one.get_text() and one.get_visible()]
+    texts = [text for text in figure.findobj(Text) if isinstance(text, Text) and text.get_text() and text.get_visible()]
     hidden = {id(label) for panel in figure.axes[:-1] for label in panel.get_xticklabels(which="both")}
-    return [one for one in texts if id(one) not in hidden]
+    return [text for text in texts if id(text) not in hidden]
 
 
 def touching(figure: Figure) -> list[tuple[str, str]]:
     """Labels that run into other words, and labels of the x axis that run into the next one."""
     words = visible_texts(figure)
-    labels = [one for panel in figure.axes for one in panel.texts]
-    assert all(isinstance(one, Annotation) for one in labels)
-    straight = [one for one in figure.axes[-1].get_xticklabels() if one.get_rotation() == 0]
+    labels = [text for panel in figure.axes for text in panel.texts]
+    assert all(isinstance(text, Annotation) for text in labels)
+    straight = [text for text in figure.axes[-1].get_xticklabels() if text.get_rotation() == 0]
     pairs = [(label, other) for label in labels for other in words if other is not label] + [*pairwise(straight)]
-    boxes = {id(one): one.get_window_extent().padded(-1) for one in words}
+    boxes = {id(text): text.get_window_extent().padded(-1) for text in words}
     return [
-        (one.get_text(), other.get_text())
-        for one, other in pairs
-        if one.get_text() and other.get_text() and boxes[id(one)].overlaps(boxes[id(other)])
+        (each.get_text(), other.get_text())
+        for each, other in pairs
+        if each.get_text() and other.get_text() and boxes[id(each)].overlaps(boxes[id(other)])
     ]
 
 
@@ -143,7 +143,7 @@ PICTURES = [(about, NARROW) for about in EVERY] + [(about, FILE) for about in ("
 @each_curve
 def test_no_word_is_cut_off_or_runs_into_another(name: str, about: str, size: Size) -> None:
     figure = draw(made(name, about), size=size)
-    boxes = {one.get_text(): one.get_window_extent() for one in visible_texts(figure) if one.get_rotation() != 45}
+    boxes = {text.get_text(): text.get_window_extent() for text in visible_texts(figure) if text.get_rotation() != 45}
     edge = figure.bbox
     assert [text for text, box in boxes.items() if box.x0 < -1 or box.x1 > edge.x1 + 1 or box.y0 < -1] == []
     assert touching(figure) == []
@@ -162,14 +162,14 @@ def test_dark_and_light_differ_in_colours_alone(name: str) -> None:
 
 def legend_of(figure: Figure) -> dict[str, Any]:
     (legend,) = figure.legends
-    names = [one.get_text() for one in legend.get_texts()]
+    names = [text.get_text() for text in legend.get_texts()]
     return dict(zip(names, legend.legend_handles, strict=True))
 
 
 def test_dots_are_larger_in_the_legend() -> None:
     figure = draw(made("front"))
     shown = legend_of(figure)["fits"]
-    faint = next(one for one in figure.axes[0].lines if one.get_marker() == shown.get_marker())
+    faint = next(line for line in figure.axes[0].lines if line.get_marker() == shown.get_marker())
     assert shown.get_markersize() >= 2 * faint.get_markersize()
     assert shown.get_color() == faint.get_color()
 
@@ -178,16 +178,16 @@ def test_dots_are_larger_in_the_legend() -> None:
 @each_about
 def test_the_legend_names_every_series_once_and_the_plan(name: str, about: str) -> None:
     curve = made(name, about)
-    chosen = [one.text for one in curve.marks if one.role == "chosen" and one.y is not None]
-    named = [*dict.fromkeys(one.name for one in curve.series if one.name), *chosen]
+    chosen = [mark.text for mark in curve.marks if mark.role == "chosen" and mark.y is not None]
+    named = [*dict.fromkeys(series.name for series in curve.series if series.name), *chosen]
     assert [*legend_of(draw(curve))] == named
 
 
 def test_lines_differ_in_more_than_colour() -> None:
-    lines = [one for one in draw(made("segments")).axes[0].lines[:2] if isinstance(one, Line2D)]
-    assert len({str(one._dash_pattern) for one in lines}) == len(lines) == 2  # type: ignore[attr-defined]
-    grey = [_grey(one) for one in LIGHT.colors[:3]]
-    assert min(abs(one - other) for one in grey for other in grey if one is not other) > 0
+    lines = [line for line in draw(made("segments")).axes[0].lines[:2] if isinstance(line, Line2D)]
+    assert len({str(line._dash_pattern) for line in lines}) == len(lines) == 2  # type: ignore[attr-defined]
+    grey = [_grey(colour) for colour in LIGHT.colors[:3]]
+    assert min(abs(colour - other) for colour in grey for other in grey if colour is not other) > 0
 
 
 def _grey(ink: str) -> float:
@@ -208,17 +208,17 @@ def test_points_to_hover_over_are_those_that_are_drawn(name: str, about: str) ->
         left, top, wide, tall = panels[panel]
         places.setdefault((panel, text), []).append(((left + x * wide) * width, (1 - top - y * tall) * height))
     checked = 0
-    for one in curve.series:
-        if one.kind in ("line", "points", "dots"):
-            pixels = figure.axes[one.panel].transData.transform(np.column_stack([one.x, one.y]))
-            for pixel, text in zip(pixels, one.tips, strict=True):
-                spots = np.array(places.get((one.panel, text), np.zeros((0, 2))))
+    for series in curve.series:
+        if series.kind in ("line", "points", "dots"):
+            pixels = figure.axes[series.panel].transData.transform(np.column_stack([series.x, series.y]))
+            for pixel, text in zip(pixels, series.tips, strict=True):
+                spots = np.array(places.get((series.panel, text), np.zeros((0, 2))))
                 assert not len(spots) or np.abs(spots - pixel).max(axis=1).min() < 0.5, text
                 checked += len(spots) > 0
-    areas = [one for one in curve.series if one.kind == "area"]
+    areas = [series for series in curve.series if series.kind == "area"]
     assert checked > 3 or areas
     tips = {text for _, _, _, text in hover_points(curve)}
-    assert all({*one.tips} <= tips for one in areas)
+    assert all({*area.tips} <= tips for area in areas)
 
 
 def test_the_tip_of_an_area_is_in_the_middle_of_it() -> None:
@@ -230,7 +230,7 @@ def test_the_tip_of_an_area_is_in_the_middle_of_it() -> None:
 
 
 def test_a_mark_without_words_says_nothing() -> None:
-    bare = [one for one in made("segments").marks if not one.text]
+    bare = [mark for mark in made("segments").marks if not mark.text]
     assert len(bare) == 1
     assert "" not in {text for _, _, _, text in hover_points(made("segments"))}
 
@@ -249,7 +249,7 @@ def test_a_curve_saves_itself(tmp_path: Path) -> None:
         curve.save(str(tmp_path / "front.svg"))
     with pytest.raises(MisuseError, match="cannot be written"):
         curve.save(str(tmp_path / "front.html" / "front.png"))
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["front.html", "new"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["front.html", "new"]
 
 
 def test_a_notebook_gets_a_picture_and_words_for_others() -> None:
@@ -266,8 +266,8 @@ def test_a_page_is_complete_in_itself() -> None:
     assert not re.search(r"(?:src|@import)\s*[=(]|(?:href=\"|url\()(?!#)|https?:", text)
     assert not re.search(r"<script[^>]", text)
     assert re.findall(r'data-curve="(\w+)"', text) == ["front", "terms"]
-    points = [json.loads(one) for one in re.findall(r"data-points='(.*?)'", text)]
-    assert [len(one) for one in points] == [len(hover_points(made(name))) for name in ("front", "terms")]
+    points = [json.loads(point) for point in re.findall(r"data-points='(.*?)'", text)]
+    assert [len(point) for point in points] == [len(hover_points(made(name))) for name in ("front", "terms")]
 
 
 def test_the_same_curves_give_the_same_page() -> None:

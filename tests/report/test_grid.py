@@ -30,7 +30,7 @@ def test_a_text_gives_a_name_and_its_values(text: str, name: str, values: list[A
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("microbatch", "a name and its values"),
         ("micro=1", "Did you mean microbatch"),
@@ -47,16 +47,16 @@ def test_a_text_gives_a_name_and_its_values(text: str, name: str, values: list[A
         ("seq=1..2000000", "got 2,000,000"),
     ],
 )
-def test_what_is_no_range_is_refused_with_an_example(text: str, said: str) -> None:
+def test_what_is_no_range_is_refused_with_an_example(text: str, message: str) -> None:
     with pytest.raises(MisuseError, match="but ") as error:
         read_text(text)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_lists_ranges_arrays_and_single_values_are_taken() -> None:
     over = read_over({"microbatch": np.array([2, 1]), "segments": range(2), "seq": 5, "precision": ("fp32",)})
     assert over == {"microbatch": [2, 1], "segments": [0, 1], "seq": [5], "precision": ["fp32"]}
-    assert {type(one) for one in over["microbatch"]} == {int}
+    assert {type(each) for each in over["microbatch"]} == {int}
 
 
 @pytest.mark.parametrize("over", [{"microbatch": []}, {"microbatch": range(5, 5)}, [1], {"nothing": [1]}, {1: [1]}])

@@ -51,16 +51,16 @@ def test_a_page_has_every_word_of_the_screen(kind: str) -> None:
     for part in explain(plan_called(kind))[1:]:
         rows = () if part.table is None else part.table.rows
         wanted = [part.title, *part.sentences, *part.lines, *(cell for row in rows for cell in row)]
-        assert [one for one in wanted if one not in page] == []
+        assert [each for each in wanted if each not in page] == []
 
 
 @each_kind
 def test_a_page_is_complete_in_itself(kind: str) -> None:
     page = Reader(page_of(kind))
     assert not page.all("link", "img", "iframe", "base", "object", "embed", "form")
-    assert not [one for one in page.tags if "src" in one[1]]
-    assert all(str(one["href"]).startswith("#") for one in page.all("a"))
-    assert all(str(one["href"]).startswith("#") for one in page.all("use"))
+    assert not [tag for tag in page.tags if "src" in tag[1]]
+    assert all(str(tag["href"]).startswith("#") for tag in page.all("a"))
+    assert all(str(tag["href"]).startswith("#") for tag in page.all("use"))
     assert not re.search(r"@import|url\(", STYLE.read_text())
     assert not re.search(r"https?:|@import|url\((?!#)", page_of(kind))
 
@@ -71,7 +71,7 @@ def test_a_page_is_small_enough_to_send() -> None:
 
 def test_nothing_but_the_script_may_run() -> None:
     page = Reader(page_of("hostile"))
-    (policy,) = [str(one["content"]) for one in page.all("meta") if one.get("http-equiv")]
+    (policy,) = [str(tag["content"]) for tag in page.all("meta") if tag.get("http-equiv")]
     digest = base64.b64encode(hashlib.sha256(SCRIPT.read_bytes()).digest()).decode()
     assert policy == f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'"
     assert page.all("script") == [{}]
@@ -81,7 +81,7 @@ def test_nothing_but_the_script_may_run() -> None:
 def test_a_hostile_plan_adds_no_tag_and_no_attribute() -> None:
     plain, spoiled = Reader(page_of("a processor")), Reader(page_of("hostile"))
     assert {tag for tag, _ in spoiled.tags} == {tag for tag, _ in plain.tags}
-    assert {name for _, one in spoiled.tags for name in one} == {name for _, one in plain.tags for name in one}
+    assert {name for _, tag in spoiled.tags for name in tag} == {name for _, tag in plain.tags for name in tag}
     assert all(attack in spoiled.text for attack in ATTACKS)  # what it says is read, as it was written
 
 
@@ -91,16 +91,16 @@ def test_headings_are_in_order_and_sections_have_names(kind: str) -> None:
     assert levels[0] == 1
     assert levels.count(1) == 1
     assert all(after <= before + 1 for before, after in pairwise(levels))
-    named = {one.get("id") for _, one in Reader(page_of(kind)).tags}
-    assert {one["aria-labelledby"] for one in Reader(page_of(kind)).all("section") if "aria-label" not in one} <= named
-    assert {str(one["href"])[1:] for one in Reader(page_of(kind)).all("a")} <= named
+    named = {tag.get("id") for _, tag in Reader(page_of(kind)).tags}
+    assert {tag["aria-labelledby"] for tag in Reader(page_of(kind)).all("section") if "aria-label" not in tag} <= named
+    assert {str(tag["href"])[1:] for tag in Reader(page_of(kind)).all("a")} <= named
 
 
 @each_kind
 def test_every_table_has_a_caption_and_every_head_a_scope(kind: str) -> None:
     page = Reader(page_of(kind))
     assert len(page.all("table")) == len(page.all("caption")) > 0
-    assert {one.get("scope") for one in page.all("th")} == {"row", "col"}
+    assert {tag.get("scope") for tag in page.all("th")} == {"row", "col"}
 
 
 def colours() -> Iterator[tuple[str, str, str]]:
@@ -111,7 +111,7 @@ def colours() -> Iterator[tuple[str, str, str]]:
 def brightness(colour: str) -> float:
     """Relative luminance, as WCAG 2 has it."""
     parts = [int(colour[target : target + 2], 16) / 255 for target in (1, 3, 5)]
-    red, green, blue = (one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4 for one in parts)
+    red, green, blue = (each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
@@ -119,7 +119,7 @@ def brightness(colour: str) -> float:
 @pytest.mark.parametrize("behind", ["paper", "track"])
 @pytest.mark.parametrize("name", ["ink", "soft", "accent", "over"])
 def test_words_stand_out_from_what_is_behind_them(name: str, behind: str, theme: int) -> None:
-    known = {one: pair[theme] for one, *pair in colours()}
+    known = {colour: pair[theme] for colour, *pair in colours()}
     darker, lighter = sorted(map(brightness, (known[name], known[behind])))
     assert (lighter + 0.05) / (darker + 0.05) >= 4.5
 
@@ -133,29 +133,29 @@ def test_pictures_have_the_colours_of_the_page() -> None:
     assert slots == {f"{slot}": f"light-dark({light}, {dark})" for slot, (light, dark) in enumerate(pairs)}
     pictures = re.findall(r"<svg.*?</svg>", page_of("a processor"), flags=re.DOTALL)
     assert len(pictures) > 16
-    assert [one for one in pictures if re.search(r"#[0-9a-f]{6}\b", one)] == []
+    assert [picture for picture in pictures if re.search(r"#[0-9a-f]{6}\b", picture)] == []
 
 
 def test_no_two_pictures_share_an_id() -> None:
-    named = [one["id"] for _, one in Reader(page_of("a processor")).tags if "id" in one]
+    named = [tag["id"] for _, tag in Reader(page_of("a processor")).tags if "id" in tag]
     assert len({*named}) == len(named)
 
 
 def test_what_looks_the_same_is_no_choice() -> None:
     page = page_of("a processor")
     figures = re.findall(r"<figure.*?</figure>", page, flags=re.DOTALL)
-    pictures = [re.findall(r'<div class="wide".*?</svg>', one, flags=re.DOTALL) for one in figures]
-    shapes = [[re.sub(r"[mpCh][0-9a-f]{6,}", "", one) for one in some] for some in pictures]  # without ids
+    pictures = [re.findall(r'<div class="wide".*?</svg>', figure, flags=re.DOTALL) for figure in figures]
+    shapes = [[re.sub(r"[mpCh][0-9a-f]{6,}", "", each) for each in picture] for picture in pictures]  # without ids
     assert max(map(len, shapes)) > 2
-    assert all(len({*some}) == len(some) for some in shapes)
-    assert page.count("<option>") == sum(len(some) for some in shapes if len(some) > 1)
+    assert all(len({*picture}) == len(picture) for picture in shapes)
+    assert page.count("<option>") == sum(len(picture) for picture in shapes if len(picture) > 1)
 
 
 def test_every_picture_says_in_words_what_it_shows() -> None:
-    plots = [one for one in Reader(page_of("a processor")).all("div") if one.get("class") == "plot"]
-    assert all(one["role"] == "img" and str(one["aria-label"]).endswith(".") for one in plots)
-    points = [json.loads(str(one["data-points"])) for one in plots]
-    assert all(text and 0 <= panel <= 1 for some in points for panel, _, _, text in some)
+    plots = [tag for tag in Reader(page_of("a processor")).all("div") if tag.get("class") == "plot"]
+    assert all(plot["role"] == "img" and str(plot["aria-label"]).endswith(".") for plot in plots)
+    points = [json.loads(str(plot["data-points"])) for plot in plots]
+    assert all(text and 0 <= panel <= 1 for point in points for panel, _, _, text in point)
     assert min(map(len, points)) > 2
 
 

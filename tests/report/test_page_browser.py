@@ -135,7 +135,7 @@ def test_a_page_opens_without_an_error_and_asks_nobody(kind: str, open_plan: Ope
     assert opened.page.locator(".plot svg a").count() == 0
     assert opened.page.evaluate("window.hacked") is None
     assert opened.errors == []
-    assert [one for one in opened.requests if not one.startswith(("file:", "data:", "blob:"))] == []
+    assert [request for request in opened.requests if not request.startswith(("file:", "data:", "blob:"))] == []
 
 
 def test_the_figures_are_those_of_the_plan(page: Page) -> None:
@@ -166,7 +166,7 @@ def test_all_records_and_rungs_are_listed(page: Page) -> None:
     rows = page.locator("section:has(#evidence) tbody tr")
     assert rows.count() == len(PLAN.records)
     assert rows.locator("td:last-child").all_inner_texts() == [
-        one.verdict.name + (" *" if one == PLAN.record else "") for one in PLAN.records
+        record.verdict.name + (" *" if record == PLAN.record else "") for record in PLAN.records
     ]
     assert page.locator("section:has(#fallbacks) tbody tr").count() == len(PLAN.fallbacks)
 
@@ -229,15 +229,15 @@ def test_the_arrow_keys_go_through_the_points(page: Page) -> None:
 
 def test_choosing_a_knob_draws_another_curve(page: Page) -> None:
     curve, words = page.locator(CURVE), "h3:visible, p:visible"
-    before, said = page.evaluate(SHAPES), curve.locator(words).all_inner_texts()
+    before, texts = page.evaluate(SHAPES), curve.locator(words).all_inner_texts()
     curve.locator("select").select_option("1 segment")
     assert page.evaluate(SHAPES) != before
     assert curve.locator(".plot:visible").count() == 1
     chosen = f"{PLAN.candidate.segments} segments"
-    assert chosen in said[1]
+    assert chosen in texts[1]
     assert chosen not in " ".join(curve.locator(words).all_inner_texts())
     curve.locator("select").select_option("the plan")
-    assert (page.evaluate(SHAPES), curve.locator(words).all_inner_texts()) == (before, said)
+    assert (page.evaluate(SHAPES), curve.locator(words).all_inner_texts()) == (before, texts)
 
 
 def test_the_button_switches_the_theme_of_page_and_curves(page: Page) -> None:
@@ -273,8 +273,8 @@ def test_on_paper_a_curve_is_as_wide_as_the_text_and_tips_are_gone(dark_page: Pa
     dark_page.set_viewport_size({"width": 660, "height": 900})
     dark_page.emulate_media(media="print")
     assert dark_page.evaluate("document.documentElement.scrollWidth") == 660
-    widths = [one.bounding_box() for one in dark_page.locator(".plot svg:visible").all()]
-    assert {round(one["width"]) for one in widths if one} == {660}
+    widths = [tag.bounding_box() for tag in dark_page.locator(".plot svg:visible").all()]
+    assert {round(width["width"]) for width in widths if width} == {660}
     assert dark_page.locator(".plot .narrow:visible, #tip span:visible").count() == 0
     dark_page.set_viewport_size({"width": 1280, "height": 800})
 

@@ -23,31 +23,33 @@ def text(sections: list[Section]) -> str:
     """All words of some sections."""
     return "\n".join(
         line
-        for one in sections
+        for section in sections
         for line in (
-            one.title,
-            *one.sentences,
-            *([] if one.table is None else map(" ".join, (one.table.header, *one.table.rows))),
-            *one.lines,
+            section.title,
+            *section.sentences,
+            *([] if section.table is None else map(" ".join, (section.table.header, *section.table.rows))),
+            *section.lines,
         )
     )
 
 
 def titled(plan: Plan, title: str) -> Section:
-    return next(one for one in explain(plan) if one.title == title)
+    return next(section for section in explain(plan) if section.title == title)
 
 
 @every_plan
 def test_every_kind_of_plan_is_explained(kind: str) -> None:
-    titles = [one.title for one in explain(EVERY[kind]())]
+    titles = [section.title for section in explain(EVERY[kind]())]
     assert titles[0].startswith("Plan for lstm 64 → 256 × 2 layers, T = ")
     assert {"Why", "Memory", "Evidence", "Time", "Fallbacks", "Environment"} <= {*titles}
 
 
 @every_plan
 def test_every_sentence_is_one(kind: str) -> None:
-    said = [sentence for one in explain(EVERY[kind]()) for sentence in one.sentences]
-    assert [one for one in said if not re.match(r"[A-Z\d]|bf16", one) or one[-1] not in ".:" or ".." in one] == []
+    sentences = [sentence for section in explain(EVERY[kind]()) for sentence in section.sentences]
+    assert [
+        each for each in sentences if not re.match(r"[A-Z\d]|bf16", each) or each[-1] not in ".:" or ".." in each
+    ] == []
 
 
 def test_the_result_comes_first_and_is_short() -> None:
@@ -61,7 +63,7 @@ def test_the_result_comes_first_and_is_short() -> None:
 
 
 def test_a_summary_has_no_tables() -> None:
-    assert all(one.table is None for one in summarize(measured()))
+    assert all(section.table is None for section in summarize(measured()))
 
 
 def unrun(plan: Plan) -> Plan:
@@ -87,18 +89,18 @@ def test_a_peak_says_how_it_is_known(plan: Plan, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("peak_bytes", "margin_bytes", "told"),
+    ("peak_bytes", "margin_bytes", "phrase"),
     [
         (900 * GIB, GIB, "would need 900.00 GiB: it does not fit."),
         (79 * GIB, GIB, "with the margin of error: it may not fit."),
         (GIB, GIB, "but cudnn cannot run 10,000 steps at once."),
     ],
 )
-def test_what_is_wrong_with_plain_pytorch_is_told(peak_bytes: int, margin_bytes: int, told: str) -> None:
+def test_what_is_wrong_with_plain_pytorch_is_told(peak_bytes: int, margin_bytes: int, phrase: str) -> None:
     plan = reckoned()
     expected = msgspec.structs.replace(plan.plain.expected, peak_bytes=peak_bytes, margin_bytes=margin_bytes)
     plain = msgspec.structs.replace(plan.plain, fits=False, expected=expected)
-    assert told in text(summarize(msgspec.structs.replace(plan, plain=plain)))
+    assert phrase in text(summarize(msgspec.structs.replace(plan, plain=plain)))
 
 
 def test_an_exact_plan_says_that_its_gradient_is() -> None:
@@ -148,10 +150,10 @@ def test_the_evidence_has_every_record_and_marks_the_chosen() -> None:
 def test_knobs_that_differ_are_told_record_by_record() -> None:
     plan = measured()
     other = record(plan, candidate=msgspec.structs.replace(plan.candidate, precision="bf16"))
-    found = titled(msgspec.structs.replace(plan, records=(*plan.records, other)), "Evidence")
-    assert found.table is not None
-    assert "other knobs" in found.table.header
-    assert found.sentences[-1] == "All of them: engine cudnn, allocator system."
+    section = titled(msgspec.structs.replace(plan, records=(*plan.records, other)), "Evidence")
+    assert section.table is not None
+    assert "other knobs" in section.table.header
+    assert section.sentences[-1] == "All of them: engine cudnn, allocator system."
 
 
 @pytest.mark.parametrize("ended", ENDED)
@@ -168,7 +170,7 @@ def test_every_aim_of_a_search_has_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "sequences", "told"),
+    ("plan", "sequences", "phrase"),
     [
         (measured(), None, "1,000 sequences (32 steps) take about 11 min 12 s."),
         (measured(), 50_000, "An epoch of 50,000 sequences (1,563 steps) takes about 9 h 20 min."),
@@ -178,18 +180,20 @@ def test_every_aim_of_a_search_has_words() -> None:
         (reckoned(), None, "no time is known."),
     ],
 )
-def test_an_epoch_has_its_time(plan: Plan, sequences: int | None, told: str) -> None:
-    time = next(one for one in explain(plan, sequences) if one.title == "Time")
-    assert time.sentences[-1].endswith(told)
+def test_an_epoch_has_its_time(plan: Plan, sequences: int | None, phrase: str) -> None:
+    time = next(section for section in explain(plan, sequences) if section.title == "Time")
+    assert time.sentences[-1].endswith(phrase)
 
 
 def test_buckets_and_padding_are_shown() -> None:
     plan = bucketed()
-    found = titled(plan, "Lengths")
+    section = titled(plan, "Lengths")
     assert plan.padding is not None
-    assert f"{plan.padding.before:.1%} of all computed tokens would be padding" in text([found])
-    assert found.table is not None
-    assert [row[:2] for row in found.table.rows] == [(f"{one.longest:,}", f"{one.sequences:,}") for one in plan.buckets]
+    assert f"{plan.padding.before:.1%} of all computed tokens would be padding" in text([section])
+    assert section.table is not None
+    assert [row[:2] for row in section.table.rows] == [
+        (f"{bucket.longest:,}", f"{bucket.sequences:,}") for bucket in plan.buckets
+    ]
 
 
 def test_a_front_that_nobody_timed_has_no_speeds() -> None:
@@ -203,7 +207,9 @@ def test_every_fallback_is_shown_with_its_peak() -> None:
     plan = reckoned()
     table = titled(plan, "Fallbacks").table
     assert table is not None
-    assert [row[-1] for row in table.rows] == [format_bytes(one.expected.peak_bytes) for one in plan.fallbacks]
+    assert [row[-1] for row in table.rows] == [
+        format_bytes(fallback.expected.peak_bytes) for fallback in plan.fallbacks
+    ]
 
 
 def test_a_plan_without_fallbacks_says_so() -> None:
@@ -227,7 +233,7 @@ def test_what_calibration_did_is_said() -> None:
 
 @every_plan
 def test_every_table_says_what_its_rows_are(kind: str) -> None:
-    assert all(one.table.caption for one in explain(EVERY[kind]()) if one.table is not None)
+    assert all(section.table.caption for section in explain(EVERY[kind]()) if section.table is not None)
 
 
 SHORT = Shortfall(
@@ -256,11 +262,11 @@ def test_a_shortfall_says_what_is_needed_what_stands_in_the_way_and_every_way() 
     )
 
 
-@pytest.mark.parametrize(("ways", "told"), [(SHORT.ways[1:], "None of these"), ((), "No knob lowers it")])
-def test_a_shortfall_that_no_way_ends_asks_for_memory(ways: tuple[Way, ...], told: str) -> None:
-    found = explain_shortfall(msgspec.structs.replace(SHORT, ways=ways), Spec(cell="lstm", seq=10), "cpu")
-    assert told in text(found)
-    assert "raise the budget above 4.00 GiB" in text(found)
+@pytest.mark.parametrize(("ways", "phrase"), [(SHORT.ways[1:], "None of these"), ((), "No knob lowers it")])
+def test_a_shortfall_that_no_way_ends_asks_for_memory(ways: tuple[Way, ...], phrase: str) -> None:
+    sections = explain_shortfall(msgspec.structs.replace(SHORT, ways=ways), Spec(cell="lstm", seq=10), "cpu")
+    assert phrase in text(sections)
+    assert "raise the budget above 4.00 GiB" in text(sections)
 
 
 def test_a_candidate_is_told_by_what_it_turns() -> None:

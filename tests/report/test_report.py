@@ -38,43 +38,43 @@ def screen(
     return written.getvalue().decode(encoding)
 
 
-@pytest.fixture(name="found")
-def _found() -> Estimate:
+@pytest.fixture(name="estimate")
+def _estimate() -> Estimate:
     return oomguard.estimate(SPEC, budget_bytes=4 * GIB)
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 140])
-def test_no_line_is_wider_than_the_terminal(found: Estimate, width: int) -> None:
-    assert max(map(len, screen(found, width, advice=["--batch-first costs " * 9]).splitlines())) <= width
+def test_no_line_is_wider_than_the_terminal(estimate: Estimate, width: int) -> None:
+    assert max(map(len, screen(estimate, width, advice=["--batch-first costs " * 9]).splitlines())) <= width
 
 
 @pytest.mark.parametrize("width", [40, 140])
-def test_no_line_ends_in_blanks(found: Estimate, width: int) -> None:
-    assert not [line for line in screen(found, width).splitlines() if line != line.rstrip()]
+def test_no_line_ends_in_blanks(estimate: Estimate, width: int) -> None:
+    assert not [line for line in screen(estimate, width).splitlines() if line != line.rstrip()]
 
 
-def test_nothing_is_coloured_in_a_pipe(found: Estimate) -> None:
-    assert "\x1b" not in screen(found)
+def test_nothing_is_coloured_in_a_pipe(estimate: Estimate) -> None:
+    assert "\x1b" not in screen(estimate)
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp437"])
-def test_a_terminal_without_unicode_gets_letters_that_it_has(found: Estimate, encoding: str) -> None:
-    assert screen(found, 140, encoding).isascii()
+def test_a_terminal_without_unicode_gets_letters_that_it_has(estimate: Estimate, encoding: str) -> None:
+    assert screen(estimate, 140, encoding).isascii()
 
 
-def test_terms_come_by_size(found: Estimate) -> None:
-    names = [line.split()[0] for line in screen(found).splitlines() if line.split() and line.split()[0] in TERMS]
-    assert names == sorted(names, key=lambda name: -found.terms[name])
+def test_terms_come_by_size(estimate: Estimate) -> None:
+    names = [line.split()[0] for line in screen(estimate).splitlines() if line.split() and line.split()[0] in TERMS]
+    assert names == sorted(names, key=lambda name: -estimate.terms[name])
 
 
-def test_terms_that_need_nothing_are_left_out(found: Estimate) -> None:
-    assert found.terms["loader"] == 0
-    assert "loader" not in screen(found)
+def test_terms_that_need_nothing_are_left_out(estimate: Estimate) -> None:
+    assert estimate.terms["loader"] == 0
+    assert "loader" not in screen(estimate)
 
 
-def test_total_margin_and_budget_are_shown(found: Estimate) -> None:
-    sizes = (int(found.total_bytes), int(found.margin_bytes), 4 * GIB)
-    assert all(format_bytes(size) in screen(found) for size in sizes)
+def test_total_margin_and_budget_are_shown(estimate: Estimate) -> None:
+    sizes = (int(estimate.total_bytes), int(estimate.margin_bytes), 4 * GIB)
+    assert all(format_bytes(size) in screen(estimate) for size in sizes)
 
 
 @pytest.mark.parametrize(("budget_bytes", "verdict"), [(4 * GIB, "DOES NOT FIT by"), (400 * GIB, "FITS with")])
@@ -82,20 +82,20 @@ def test_the_verdict_is_in_words(budget_bytes: int, verdict: str) -> None:
     assert verdict in screen(oomguard.estimate(SPEC, budget_bytes=budget_bytes))
 
 
-def test_a_wide_terminal_explains_the_terms(found: Estimate) -> None:
-    assert WORDS["activations"] in screen(found, 120)
+def test_a_wide_terminal_explains_the_terms(estimate: Estimate) -> None:
+    assert WORDS["activations"] in screen(estimate, 120)
 
 
 def test_every_term_has_its_words() -> None:
     assert WORDS.keys() == {*TERMS}
 
 
-def test_markup_in_advice_is_printed_as_it_is(found: Estimate) -> None:
-    assert "[bold]x[/bold]" in screen(found, advice=["[bold]x[/bold]"])
+def test_markup_in_advice_is_printed_as_it_is(estimate: Estimate) -> None:
+    assert "[bold]x[/bold]" in screen(estimate, advice=["[bold]x[/bold]"])
 
 
-def test_flags_are_not_broken_at_their_hyphens(found: Estimate) -> None:
-    text = screen(found, 40, advice=["leave out --sparse-embedding and --batch-first, --layer-norm"])
+def test_flags_are_not_broken_at_their_hyphens(estimate: Estimate) -> None:
+    text = screen(estimate, 40, advice=["leave out --sparse-embedding and --batch-first, --layer-norm"])
     assert all(flag in text for flag in ("--sparse-embedding", "--batch-first", "--layer-norm"))
 
 
@@ -127,11 +127,11 @@ def test_an_evaluation_has_no_optimizer_in_its_title() -> None:
 def test_every_moment_has_a_sentence(device: str, training: bool) -> None:
     spec = Spec(cell="lstm", seq=10, vocab=10)
     moments = oomguard.estimate(spec, device=device, training=training).moments
-    assert all(any(word in peak_words(one) for word in (" pass", " step", " loss ")) for one in moments)
+    assert all(any(word in peak_words(moment) for word in (" pass", " step", " loss ")) for moment in moments)
 
 
-def test_the_json_of_the_cpu_has_the_keys_that_stay(found: Estimate) -> None:
-    assert to_json(found).keys() == KEYS | {"candidate"}
+def test_the_json_of_the_cpu_has_the_keys_that_stay(estimate: Estimate) -> None:
+    assert to_json(estimate).keys() == KEYS | {"candidate"}
 
 
 def test_the_json_of_a_card_has_allocated_reserved_and_host_bytes_too() -> None:
@@ -147,12 +147,12 @@ def test_the_json_of_a_packed_histogram_has_plain_numbers_only() -> None:
 
 
 def test_the_json_of_many_candidates_has_lists() -> None:
-    found = to_json(oomguard.estimate(SPEC, microbatch=[1, 2], budget_bytes=GIB))
-    assert len(json.loads(json.dumps(found))["terms"]["activations"]) == 2
+    estimate = to_json(oomguard.estimate(SPEC, microbatch=[1, 2], budget_bytes=GIB))
+    assert len(json.loads(json.dumps(estimate))["terms"]["activations"]) == 2
 
 
-def test_the_terms_of_the_json_add_up_to_its_total(found: Estimate) -> None:
-    document = to_json(found)
+def test_the_terms_of_the_json_add_up_to_its_total(estimate: Estimate) -> None:
+    document = to_json(estimate)
     assert sum(document["terms"].values()) == document["total_bytes"]
 
 
@@ -178,26 +178,26 @@ def test_devices_name_every_limit_and_its_source(devices: list[Device]) -> None:
 
 
 def test_devices_show_what_a_card_has_and_who_holds_it(devices: list[Device]) -> None:
-    found = devices_screen(devices)
-    assert "Compute capability 8.0, 15.61 GiB in all, 10.00 GiB free." in found
-    assert "process (4711) holds 3.00 GiB" in found
-    assert "Precisions: fp32, bf16, fp16." in found
+    text = devices_screen(devices)
+    assert "Compute capability 8.0, 15.61 GiB in all, 10.00 GiB free." in text
+    assert "process (4711) holds 3.00 GiB" in text
+    assert "Precisions: fp32, bf16, fp16." in text
 
 
 def test_without_a_card_the_devices_tell_why_and_how_to_plan_for_one(devices: list[Device]) -> None:
-    found = devices_screen(devices[:1], "There is none.")
-    assert found.endswith("\nThere is none.\noomguard devices --cards lists the cards that --device takes by name.\n")
+    text = devices_screen(devices[:1], "There is none.")
+    assert text.endswith("\nThere is none.\noomguard devices --cards lists the cards that --device takes by name.\n")
 
 
 def test_the_json_of_devices_has_what_may_be_used(devices: list[Device]) -> None:
-    found = devices_json(devices, None)["devices"]
-    assert [one["limit_bytes"] for one in found] == [device.budget().limit_bytes for device in devices]
+    devices_document = devices_json(devices, None)["devices"]
+    assert [each["limit_bytes"] for each in devices_document] == [device.budget().limit_bytes for device in devices]
 
 
 def test_the_json_of_a_card_has_what_it_has_and_who_holds_it(devices: list[Device]) -> None:
-    found = json.loads(json.dumps(devices_json(devices, None)))["devices"][1]
-    assert (found["free_bytes"], found["compute_capability"]) == (10 * GIB, [8, 0])
-    assert found["others"] == [{"pid": 4711, "name": None, "used_bytes": 3 * GIB}]
+    devices_document = json.loads(json.dumps(devices_json(devices, None)))["devices"][1]
+    assert (devices_document["free_bytes"], devices_document["compute_capability"]) == (10 * GIB, [8, 0])
+    assert devices_document["others"] == [{"pid": 4711, "name": None, "used_bytes": 3 * GIB}]
 
 
 @pytest.mark.parametrize(("width", "bar"), [(2.6, "██▌"), (0.1, "")])

@@ -15,7 +15,7 @@ import oomguard
 from oomguard._core.errors import MisuseError
 from oomguard._core.units import GIB
 from oomguard._estimate.moments import TERMS
-from oomguard._plan.front import pareto_front
+from oomguard._plan.make import pareto_front
 from oomguard._probe.record import RECORDS, Ledger, Record
 from oomguard._probe.verdict import Verdict
 from oomguard._report.subject import front_of
@@ -34,7 +34,7 @@ WIDE: dict[str, Any] = {
 
 def candidate_of(row: Any) -> Candidate:
     knobs = {name: None if pd.isna(row[name]) else row[name] for name in KNOBS}
-    return Candidate(**{name: getattr(one, "item", lambda one=one: one)() for name, one in knobs.items()})
+    return Candidate(**{name: getattr(value, "item", lambda value=value: value)() for name, value in knobs.items()})
 
 
 @pytest.mark.parametrize("device", ["cpu", "a100-80gb", "t4"])
@@ -46,12 +46,12 @@ def test_every_row_is_what_an_estimate_of_it_says(device: str, cell: Any) -> Non
     assert len(table) > 500
     for _, row in table.sample(60, random_state=0).iterrows():
         spec = Spec(cell=cell, hidden=row["hidden"], seq=row["seq"], batch=row["batch"])
-        found = oomguard.estimate(spec, candidate_of(row), device=device, budget_bytes=700 << 20)
-        assert {term: row[f"{term}_bytes"] for term in TERMS} == found.terms
+        estimate = oomguard.estimate(spec, candidate_of(row), device=device, budget_bytes=700 << 20)
+        assert {term: row[f"{term}_bytes"] for term in TERMS} == estimate.terms
         assert (row["total_bytes"], row["margin_bytes"], row["fits"]) == (
-            found.total_bytes,
-            found.margin_bytes,
-            found.fits,
+            estimate.total_bytes,
+            estimate.margin_bytes,
+            estimate.fits,
         )
         assert row["peak_bytes"] == row["total_bytes"]
 
@@ -91,7 +91,7 @@ def test_an_engine_that_only_one_cell_has_is_in_the_rows_of_that_cell() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("asked", "message"),
     [
         ({"over": {"segments": [0]}}, "--segments must be a whole number from 1"),
         ({"over": {"segments": [4, 5000]}}, "--segments must be a whole number from 1 to 1,000"),
@@ -113,11 +113,11 @@ def test_an_engine_that_only_one_cell_has_is_in_the_rows_of_that_cell() -> None:
         ({"over": {"microbatch": [1]}, "colour": 1}, "Unknown argument 'colour'"),
     ],
 )
-def test_what_cannot_be_asked_is_refused_with_what_was_got(asked: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_asked_is_refused_with_what_was_got(asked: dict[str, Any], message: str) -> None:
     usual: dict[str, Any] = {"cell": "lstm", "seq": 1000, "device": "a100-80gb"}
     with pytest.raises(MisuseError) as error:
         oomguard.tradeoffs(**usual | asked)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_a_batch_that_nobody_gave_holds_the_largest_microbatch() -> None:
@@ -155,9 +155,9 @@ def test_a_plan_beside_fields_of_another_spec_is_refused() -> None:
 
 def test_records_calibrate_what_is_predicted() -> None:
     subject, table = planned(), oomguard.tradeoffs(measured=plan())
-    found = subject.predict(subject.vary(segments=[64]))
+    prediction = subject.predict(subject.vary(segments=[64]))
     (row,) = [row for _, row in table.iterrows() if (row["microbatch"], row["segments"]) == (32, 64)]
-    assert (row["peak_bytes"], row["margin_bytes"]) == (found.peak_bytes[0], found.margin_bytes[0])
+    assert (row["peak_bytes"], row["margin_bytes"]) == (prediction.peak_bytes[0], prediction.margin_bytes[0])
     assert row["peak_bytes"] > row["total_bytes"]  # the machine needs 3 % more than the estimate says
     record = plan().record
     assert record is not None
@@ -206,7 +206,7 @@ def test_records_of_another_device_are_refused(device: str) -> None:
 
 def test_records_of_a_card_are_taken_for_that_card_and_no_other() -> None:
     _, records, _ = searched("on a card")
-    own = [msgspec.structs.replace(one, device="cuda:0", title="Tesla T4") for one in records]
+    own = [msgspec.structs.replace(record, device="cuda:0", title="Tesla T4") for record in records]
     table = oomguard.tradeoffs(on_a_card().spec, measured=own, device="t4")
     assert (table["time_factor"] < 4).any()
     with pytest.raises(MisuseError, match="Tesla T4"):

@@ -221,6 +221,14 @@ def test_what_is_not_fixed_is_still_searched() -> None:
 # ladders
 
 
+def test_of_sizes_that_take_equally_many_passes_the_smallest_is_tried() -> None:
+    assert microbatches(32) == [1, 2, 3, 4, 5, 6, 7, 8, 11, 16, 32]
+
+
+def test_segments_are_about_a_fifth_apart() -> None:
+    assert segment_counts(80) == [2, 3, 4, 5, 6, 7, 8, 10]
+
+
 @given(batch=up_to(1 << 17))
 @settings(max_examples=25)
 def test_microbatches_go_from_one_to_the_batch_and_waste_nothing(batch: int) -> None:

@@ -130,7 +130,7 @@ def test_a_probe_is_pending_until_it_ends() -> None:
 
 def test_a_probe_that_was_interrupted_failed_and_has_no_record() -> None:
     trials = store("a", "throughput")
-    trials.drop(begin(trials, make_probe()))
+    trials.study.tell(begin(trials, make_probe()), state=TrialState.FAIL)
     assert [one.state for one in trials.study.trials] == [TrialState.FAIL]
     assert (trials.pending(), trials.records()) == ([], [])
 

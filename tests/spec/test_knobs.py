@@ -137,5 +137,5 @@ def test_the_first_value_that_a_search_tries_is_the_default(name: str) -> None:
 )
 def test_a_value_is_put_into_words_unless_it_is_the_default(knobs: dict[str, Any], words: dict[str, str]) -> None:
     candidate = Candidate(microbatch=1, **knobs)
-    found = {name: KNOBS[name].in_words(getattr(candidate, name)) for name in KNOBS if name != "microbatch"}
-    assert {name: text for name, text in found.items() if text} == {"precision": "fp32"} | words
+    texts = {name: KNOBS[name].in_words(getattr(candidate, name)) for name in KNOBS if name != "microbatch"}
+    assert {name: text for name, text in texts.items() if text} == {"precision": "fp32"} | words

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from strategies import up_to
 
 from oomguard._spec.candidate import Candidate, check_candidate, make_candidate
-from oomguard._spec.lengths import shorten, with_steps
+from oomguard._spec.lengths import longest_that_fits, shorten, with_steps
 from oomguard._spec.spec import Spec
 
 LSTM = Spec(cell="lstm", seq=10_000)
@@ -112,3 +112,15 @@ def test_lengths_are_cut_and_none_is_lost() -> None:
 
 def test_a_spec_without_lengths_stays_without() -> None:
     assert with_steps(LSTM, 7) == msgspec.structs.replace(LSTM, seq=7)
+
+
+@pytest.mark.parametrize(("segments", "steps"), [(100, 400), (99, 405)])
+def test_a_first_segment_that_is_shorter_stays_so(segments: int, steps: int) -> None:
+    """99 segments of 10,000 steps are a first one of 99 and others of 102."""
+    short, cut = shorten(LSTM, make_candidate(LSTM, segments=segments), 450)
+    assert (short.seq, cut.segments) == (steps, 4)
+
+
+def test_the_longest_that_fits_is_found_by_doubling_and_halving() -> None:
+    assert longest_that_fits(lambda steps: steps <= 7, 1, parts=100) == 7
+    assert longest_that_fits(lambda steps: False, 0, 9, parts=9) == 0

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -242,7 +243,7 @@ def json_keys(session: Session) -> dict[str, Any]:
 
 
 def adopt(source: Path, copy: Path, *, limited: bool = True) -> Path:
-    """Copy a golden plan, ledger or run; in plans and records, put this processor's name in the place of CPU_NAME.
+    """Copy a golden plan, ledger or run; in plans and records, put in the name of this processor and this torch.
 
     Without `limited`, the plan does not say that the user asked for a budget, so that training does not enforce it:
     the process of the tests, or another build of PyTorch, may need more than that by itself.
@@ -251,6 +252,7 @@ def adopt(source: Path, copy: Path, *, limited: bool = True) -> Path:
         return Path(shutil.copytree(source, copy))
     name = run("devices --json").document["devices"][0]["name"]
     text = source.read_text().replace(json.dumps(CPU_NAME), json.dumps(name))
+    text = re.sub(r'("torch": ?)"[^"]+"', rf'\1"{metadata.version("torch")}"', text)
     copy.write_text(text if limited else re.sub(r'("asked_budget_bytes": )\d+', r"\1null", text))
     return copy
 
@@ -385,8 +387,8 @@ def _lines_paths(path: Path, start: int = 0) -> dict[str, str]:
     """The paths of a file of JSON lines, from one of them on."""
     lines = path.read_text().splitlines()[start:]
     assert lines, f"{path} has no new lines"
-    found = paths([json.loads(line) for line in lines])
-    return {name.removeprefix("[]").removeprefix("."): kind for name, kind in found.items() if name}
+    keys = paths([json.loads(line) for line in lines])
+    return {name.removeprefix("[]").removeprefix("."): kind for name, kind in keys.items() if name}
 
 
 # ---- public names ----------------------------------------------------------------------------------------------------
@@ -417,13 +419,13 @@ def small_training(home: Path) -> tuple[Any, Any]:
     import oomguard
 
     torch.set_num_threads(1)
-    told: list[Any] = []
+    reports: list[Any] = []
     home.mkdir(exist_ok=True)
     plan = adopt(HERE / RUN / "plan.json", home / "small.json", limited=False)
     data = write_waves(home / "small.npy")
     with warnings.catch_warnings(action="ignore"):
-        _RESULT[:] = [oomguard.train(plan, str(data), steps=1, run=str(home / "small"), progress=told.append)]
-    return told[-1], _RESULT[0]
+        _RESULT[:] = [oomguard.train(plan, str(data), steps=1, run=str(home / "small"), progress=reports.append)]
+    return reports[-1], _RESULT[0]
 
 
 def _described(value: Any) -> dict[str, Any]:
@@ -453,12 +455,17 @@ def _members(kind: type) -> dict[str, Any]:
 def _signature(function: Callable[..., Any]) -> dict[str, Any]:
     """Parameters with their defaults; the order of those that can be given by position."""
     empty = inspect.Parameter.empty
-    parameters = [one for one in inspect.signature(function).parameters.values() if one.name != "self"]
+    parameters = [
+        parameter for parameter in inspect.signature(function).parameters.values() if parameter.name != "self"
+    ]
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return {
-        "positional": [one.name for one in parameters if one.kind in by_position],
-        "parameters": {one.name: _default(one.default) if one.default is not empty else "" for one in parameters},
-        "takes any name": any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters),
+        "positional": [parameter.name for parameter in parameters if parameter.kind in by_position],
+        "parameters": {
+            parameter.name: _default(parameter.default) if parameter.default is not empty else ""
+            for parameter in parameters
+        },
+        "takes any name": any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters),
     }
 
 

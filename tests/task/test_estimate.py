@@ -12,9 +12,11 @@ from surface import freeze
 from task import models
 from task.models import Forecast, WordModel, carried, likelihood, squares, text, waves
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import oomguard
 from oomguard import MisuseError, Task
+from oomguard._core.system import run_elsewhere
 from oomguard._estimate.cards import card
 from oomguard._estimate.target import CPU, on_card
 from oomguard._task.batches import Batches, mapped
@@ -182,6 +184,10 @@ def elsewhere(model: nn.Module, batch: Tensor) -> Any:
     return model(batch.to("meta")).mean()
 
 
+def pairs_of_waves(rows: int, steps: int) -> Tensor:
+    return torch.randn(rows, steps, 2)
+
+
 def dies(model: nn.Module, batch: Tensor) -> Any:
     os._exit(7)
 
@@ -206,6 +212,35 @@ def answered(task: Task, rows: int | None = 2, steps: int | None = 5, **how: Any
 def test_a_wrong_loss_is_refused_with_the_line_of_the_user(loss: Any, message: str) -> None:
     with pytest.raises(MisuseError, match=message):
         answered(Task(model=lambda: nn.Linear(3, 2), loss=loss, batch=waves))
+
+
+def test_the_module_itself_can_be_given() -> None:
+    built, made = (answered(Task(model=model, loss=squares, batch=waves)) for model in (Opaque, Opaque()))
+    assert peak_bytes(built.step) == peak_bytes(made.step)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+    with pytest.raises(MisuseError, match="must step without a closure, but got LBFGS"):
+        answered(Task(model=Forecast, loss=likelihood, batch=pairs_of_waves, optimizer=torch.optim.LBFGS))
+
+
+def greedy(model: nn.Module, batch: Tensor) -> Any:
+    return model(batch).mean() + torch.ones(4 << 30, dtype=torch.uint8).sum()
+
+
+def test_a_tiny_step_that_needs_more_than_the_limit_is_refused() -> None:
+    task = Task(model=lambda: nn.Linear(3, 2), loss=greedy, batch=waves)
+    question = {"source": packed(task), "rows": 2, "steps": 5, "target": CPU, "heap": "tight", "segments": 1}
+    with pytest.raises(MisuseError, match=r"test_estimate\.py:\d+ raised RuntimeError: .*allocate"):
+        run_elsewhere("oomguard._task.child", "answer", question | {"accumulation": 1, "limit_bytes": 1 << 30})
+
+
+def test_equally_long_samples_of_a_loader_give_its_batch_size() -> None:
+    data = DataLoader(TensorDataset(torch.randn(50, 9, 2)), 5)
+    found = answered(Task(model=Forecast, loss=lambda m, b: likelihood(m, b[0]), data=data), None, None)
+    assert found.rows == 5
+    assert found.step.steps == 8
+    assert found.notes == ("Samples are equally long, by all 50 samples.",)
 
 
 def test_a_task_that_kills_its_process_is_refused() -> None:

@@ -60,8 +60,8 @@ def weights(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def difference(one: nn.Module, other: nn.Module) -> float:
-    return float((weights(one) - weights(other)).norm() / weights(one).norm())
+def difference(model: nn.Module, other: nn.Module) -> float:
+    return float((weights(model) - weights(other)).norm() / weights(model).norm())
 
 
 def rows_of(run: Path) -> list[dict[str, str]]:
@@ -336,8 +336,8 @@ def loader_order(spec: Spec, data: NDArray[np.float32]) -> Iterator[NDArray[np.i
 
 def test_buckets_give_the_weights_of_a_run_without_them(tmp_path: Path) -> None:
     plan = plan_of(seq=8)
-    some = numbers(rows=40, steps=8)
-    pairs = [(sequence[: 3 + i % 6, :2], sequence[: 3 + i % 6, 2:]) for i, sequence in enumerate(some)]
+    few = numbers(rows=40, steps=8)
+    pairs = [(sequence[: 3 + i % 6, :2], sequence[: 3 + i % 6, 2:]) for i, sequence in enumerate(few)]
     large = msgspec.structs.replace(plan.candidate, microbatch=8)
     small = msgspec.structs.replace(plan.candidate, microbatch=3, accumulation=3, segments=2)
     made = [Bucket(longest=n, sequences=20, candidate=c, expected=plan.expected) for n, c in ((5, large), (8, small))]

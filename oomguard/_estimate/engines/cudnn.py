@@ -53,9 +53,9 @@ def _is_persist_static(call: Call, capability: tuple[int, int], multiprocessors:
     if call.layers > 1 or call.directions > 1 or call.hidden > 1024 or call.hidden % 128 or call.inputs % 128:
         return False
     if major == 7 and minor != 5:
-        some = ((rows % 16 == 0) & (rows != 80) & (rows != 112)) | (rows == 8)
-        long = ((steps >= 40) & (rows <= 128)) | ((steps >= 20) & (rows <= 96)) | ((steps >= 10) & (rows <= 32))
-        return some & long
+        suitable = ((rows % 16 == 0) & (rows != 80) & (rows != 112)) | (rows == 8)
+        long_enough = ((steps >= 40) & (rows <= 128)) | ((steps >= 20) & (rows <= 96)) | ((steps >= 10) & (rows <= 32))
+        return suitable & long_enough
     if major < 8 or multiprocessors < 98 or minor == 6 or call.cell == "gru":
         return False
     limit = 128 if call.cell == "lstm" or call.hidden < 896 else 95
@@ -70,10 +70,10 @@ def workspace_bytes(call: Call, persistent: Flag) -> Count:
     PERSIST_STATIC like SMALL_H; never less than 7.6.5, which counts for short sequences, wide inputs, 2 directions.
     Not known at all: bf16. A probe on the card calibrates these.
     """
-    one = call.hidden * call.directions
-    states = call.rows * (one * call.layers * call.directions * STATES[call.cell])
-    standard = maximum(standard_elements(call), states + call.tokens * (STANDARD_UNITS * one))
-    persist = maximum(persist_elements(call), states + call.tokens * (PERSIST_UNITS[call.cell] * one))
+    width = call.hidden * call.directions
+    states = call.rows * (width * call.layers * call.directions * STATES[call.cell])
+    standard = maximum(standard_elements(call), states + call.tokens * (STANDARD_UNITS * width))
+    persist = maximum(persist_elements(call), states + call.tokens * (PERSIST_UNITS[call.cell] * width))
     return layout_bytes(call, where(persistent, persist, standard))
 
 
@@ -97,17 +97,17 @@ def standard_elements(call: Call) -> Count:
     Assumed with a projection: one output more.
     """
     directions, hidden, burst = call.directions, call.hidden, _burst(call)
-    one, wide, lstm = hidden * directions, max(call.inputs, hidden), call.cell == "lstm"
-    elements = call.rows * (one * call.layers * ((4 if lstm else 2) + 2 * directions))
+    width, wide, lstm = hidden * directions, max(call.inputs, hidden), call.cell == "lstm"
+    elements = call.rows * (width * call.layers * ((4 if lstm else 2) + 2 * directions))
     if directions == 1:
         elements = elements + call.tokens * wide + burst * hidden
     else:
         elements = elements + call.tokens * (4 * wide + hidden * (2 + 2 * (call.layers > 1)))
     if call.cell != "rnn":
-        states = call.rows * (one * call.layers * ((16 if lstm else 10) + 2 * directions))
+        states = call.rows * (width * call.layers * ((16 if lstm else 10) + 2 * directions))
         tokens = call.tokens * (hidden * (4 if directions == 2 else 0))
-        elements = maximum(elements, states + burst * (one * GATES[call.cell]) + tokens)
-    return elements + call.tokens * one if call.projection else elements
+        elements = maximum(elements, states + burst * (width * GATES[call.cell]) + tokens)
+    return elements + call.tokens * width if call.projection else elements
 
 
 def persist_elements(call: Call) -> Count:

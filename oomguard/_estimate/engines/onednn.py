@@ -19,8 +19,8 @@ def leading(width: int) -> int:
 
 
 STALE = 4
-"""Of so many bytes of its block in glibc's own heap that oneDNN does not touch, one is on pages that others touched
-(0.07 to 0.4 in the second step of 4 LSTMs)."""
+"""One in this many bytes that oneDNN does not touch in its block, in glibc's own heap, is on a page that earlier blocks
+touched (0.07 to 0.4 of them in the second step of 4 LSTMs)."""
 
 
 def footprint(call: Call, *, heap: str = "tight") -> Footprint:

@@ -1,0 +1,304 @@
+"""`scan` and `chunked_loss` have the results and gradients of the plain loop and of the plain loss."""
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+
+import oomguard
+
+Step = Callable[[Any, Any], tuple[Any, Any]]
+
+
+def loop(step: Step, state: Any, inputs: Tensor) -> tuple[Any, Tensor]:
+    """The plain loop."""
+    outputs = []
+    for part in inputs:
+        state, output = step(state, part)
+        outputs.append(output)
+    return state, torch.stack(outputs)
+
+
+def in_segments(segments: int | None) -> Callable[..., tuple[Any, Any]]:
+    return partial(oomguard.scan, segments=segments)
+
+
+def gradients(run: Callable[..., tuple[Any, Tensor]], step: Step, leaves: list[Tensor], *args: Any) -> list[Tensor]:
+    """The outputs, and the gradients of leaves from the outputs and the last state."""
+    torch.manual_seed(1)
+    random.seed(1)
+    for leaf in leaves:
+        leaf.grad = None
+    state, outputs = run(step, *args)
+    total: Tensor = outputs.square().sum() + sum(
+        part.sin().sum() for part in (state if isinstance(state, tuple) else [state])
+    )
+    torch.autograd.backward(total)
+    return [outputs.detach(), *(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.clone() for leaf in leaves)]
+
+
+def furthest(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    return max(float((a - b).norm() / b.norm().clamp_min(1e-30)) for a, b in zip(ours, theirs, strict=True))
+
+
+def doubles(*shape: int, requires_grad: bool = True) -> Tensor:
+    return torch.randn(
+        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3), requires_grad=requires_grad
+    )
+
+
+# ---- loops
+
+
+@given(
+    steps=st.integers(1, 30), segments=st.none() | st.integers(1, 40), learns_input=st.booleans(), dropout=st.booleans()
+)
+def test_a_scan_is_the_loop(steps: int, segments: int | None, learns_input: bool, dropout: bool) -> None:
+    cell = nn.LSTMCell(3, 4).double()
+
+    def step(state: tuple[Tensor, Tensor], inputs: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        state = cell(functional.dropout(inputs, 0.3) if dropout else inputs, state)
+        return state, state[0] * random.random()
+
+    state, inputs = (doubles(2, 4), doubles(2, 4)), doubles(steps, 2, 3, requires_grad=learns_input)
+    leaves = [*cell.parameters(), *state, *([inputs] if learns_input else [])]
+    plain = gradients(loop, step, leaves, state, inputs)
+    ours = gradients(in_segments(segments), step, leaves, state, inputs)
+    assert furthest(ours, plain) < 1e-10
+
+
+def test_states_inputs_and_outputs_may_be_nested() -> None:
+    cell = nn.GRUCell(3, 4)
+
+    def step(state: dict[str, Any], inputs: list[Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        hidden = cell(inputs[0] * inputs[1], state["hidden"])
+        return {"hidden": hidden, "count": [state["count"][0] + 1]}, {"best": hidden.argmax(-1), "hidden": hidden}
+
+    start = {"hidden": torch.zeros(2, 4), "count": [torch.tensor(0)]}
+    inputs = [torch.randn(9, 2, 3), torch.ones(9, 1, 1, requires_grad=True)]
+    state, outputs = in_segments(3)(step, start, inputs)
+    assert int(state["count"][0]) == 9
+    assert outputs["best"].shape == (9, 2)
+    assert not outputs["best"].requires_grad
+    assert torch.equal(outputs["hidden"][-1], state["hidden"])
+    outputs["hidden"].sum().backward()
+    assert inputs[1].grad is not None
+
+
+def test_a_step_without_outputs_returns_none() -> None:
+    state, outputs = oomguard.scan(lambda state, given: (state + given, None), torch.zeros(2), torch.ones(5, 2))
+    assert outputs is None
+    assert state.tolist() == [5, 5]
+
+
+def test_gradients_reach_tensors_that_are_not_leaves() -> None:
+    """As in attention: every step reads the outputs of an encoder, which has a graph of its own."""
+    encoder, cell = nn.Linear(3, 4).double(), nn.GRUCell(4, 4).double()
+    series, inputs = doubles(6, 2, 3, requires_grad=False), doubles(11, 2, 4)
+
+    def run(way: Callable[..., tuple[Any, Tensor]]) -> list[Tensor]:
+        memory = torch.tanh(encoder(series))
+
+        def step(state: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
+            weights = torch.einsum("tbh,bh->tb", memory, state).softmax(0)
+            state = cell(given + torch.einsum("tb,tbh->bh", weights, memory), state)
+            return state, state
+
+        leaves = [*encoder.parameters(), *cell.parameters(), inputs]
+        return gradients(way, step, leaves, doubles(2, 4), inputs)
+
+    assert furthest(run(in_segments(4)), run(loop)) < 1e-10
+
+
+def test_torch_autograd_grad_works_and_touches_no_other_gradient() -> None:
+    cell, inputs = nn.GRUCell(3, 4), torch.randn(10, 2, 3, requires_grad=True)
+    _, outputs = oomguard.scan(lambda s, x: (cell(x, s), s), torch.zeros(2, 4), inputs, segments=3)
+    (found,) = torch.autograd.grad(outputs.sum(), inputs, retain_graph=True)
+    assert found.any()
+    assert all(weight.grad is None for weight in cell.parameters())
+    with pytest.raises(oomguard.MisuseError, match="create_graph"):
+        torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+
+
+def test_a_weight_that_only_some_steps_use_gets_its_gradient() -> None:
+    early, late = doubles(2), doubles(2)
+
+    def step(state: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
+        state = state * (early if given < 2 else late).cos()
+        return state, state
+
+    inputs = torch.arange(8)
+    plain = gradients(loop, step, [early, late], torch.ones(2).double(), inputs)
+    ours = gradients(in_segments(4), step, [early, late], torch.ones(2).double(), inputs)
+    assert furthest(ours, plain) < 1e-10
+
+
+def test_segments_may_be_inside_a_scan() -> None:
+    rnn, inputs = nn.GRU(3, 4).double(), doubles(4, 6, 2, 3)
+
+    @oomguard.segmented(segments=2)
+    def step(state: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
+        outputs, state = rnn(given, state)
+        return state, outputs
+
+    leaves = [*rnn.parameters(), inputs]
+    plain = gradients(loop, step, leaves, doubles(1, 2, 4), inputs)
+    assert furthest(gradients(in_segments(2), step, leaves, doubles(1, 2, 4), inputs), plain) < 1e-10
+
+
+def test_a_step_that_gives_something_else_the_second_time_is_refused() -> None:
+    count = iter(range(1000))
+    weight = torch.ones((), requires_grad=True)
+    _, outputs = oomguard.scan(
+        lambda s, x: ((s + next(count)) * weight, s), torch.zeros(1), torch.ones(9, 1), segments=3
+    )
+    with pytest.raises(oomguard.MisuseError, match="same state"):
+        torch.autograd.backward(outputs.sum())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_weight_that_is_used_out_of_sight_is_refused_instead_of_left_untrained() -> None:
+    model = torch.jit.script(nn.Linear(2, 2))
+    _, outputs = in_segments(2)(lambda s, x: (model(s + x), s), torch.ones(2), torch.ones(6, 2, requires_grad=True))
+    with pytest.raises(oomguard.MisuseError, match="out of sight"):
+        outputs.sum().backward()
+
+
+class Product(torch.autograd.Function):
+    """A custom function, which function modes do not see."""
+
+    @staticmethod
+    def forward(ctx: Any, state: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(state, weight)
+        return state * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        state, weight = ctx.saved_tensors
+        return gradient * weight, gradient * state
+
+
+def test_an_autograd_function_may_use_a_weight_but_no_tensor_with_a_graph_of_its_own() -> None:
+    weight, apply = doubles(2), cast(Callable[..., Tensor], Product.apply)
+    inputs = doubles(6, 2)
+
+    def step(state: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
+        state = apply(state + given, weight)
+        return state, state
+
+    leaves = [weight, inputs]
+    plain = gradients(loop, step, leaves, doubles(2), inputs)
+    assert furthest(gradients(in_segments(3), step, leaves, doubles(2), inputs), plain) < 1e-10
+    memory = weight.exp()
+    _, outputs = in_segments(3)(lambda s, x: (apply(s + x, memory), s * memory), doubles(2), inputs)
+    with pytest.raises(oomguard.MisuseError, match="out of sight"):
+        outputs.sum().backward()
+
+
+def test_autocast_is_on_again_when_steps_are_recomputed() -> None:
+    cell, seen = nn.Linear(4, 4), list[torch.dtype]()
+
+    def step(state: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
+        made = cell(state + given)
+        seen.append(made.dtype)
+        return made, made
+
+    with torch.autocast("cpu", torch.bfloat16):
+        _, outputs = in_segments(2)(step, torch.zeros(2, 4, dtype=torch.bfloat16), torch.randn(6, 2, 4))
+    outputs.float().sum().backward()
+    assert set(seen) == {torch.bfloat16}
+    assert len(seen) == 12
+    assert cell.weight.grad is not None
+
+
+def test_without_gradients_every_step_runs_once() -> None:
+    seen = list[int]()
+
+    def step(state: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append(1)
+        return state, given
+
+    with torch.no_grad():
+        oomguard.scan(step, torch.zeros(1), torch.ones(7))
+    assert len(seen) == 7
+
+
+@pytest.mark.parametrize(
+    ("state", "inputs", "message"),
+    [
+        (1.0, torch.ones(3), "state of a scan must be tensors"),
+        (torch.ones(1), [1], "inputs of a scan must be tensors"),
+        (torch.ones(1), [torch.ones(3), torch.ones(4)], "same number of steps"),
+        (torch.ones(1), torch.ones(0, 2), "at least one step"),
+        (torch.ones(1), [], "got no tensor"),
+    ],
+)
+def test_a_scan_over_something_else_is_refused(state: Any, inputs: Any, message: str) -> None:
+    with pytest.raises(oomguard.MisuseError, match=message):
+        oomguard.scan(lambda s, x: (s, s), state, inputs)
+
+
+def test_a_step_must_return_the_state_that_it_got() -> None:
+    with pytest.raises(oomguard.MisuseError, match="a state like the one"):
+        in_segments(2)(lambda s, x: ((s, s), s), torch.ones(1), torch.ones(3))
+
+
+# ---- losses
+
+
+LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[[tuple[int, ...]], Tensor]]] = {
+    "cross-entropy": (nn.CrossEntropyLoss(reduction="sum"), lambda shape: torch.randint(7, shape)),
+    "a function": (lambda a, b: functional.cross_entropy(a, b, reduction="sum"), lambda shape: torch.randint(7, shape)),
+    "mse": (nn.MSELoss(reduction="sum"), lambda shape: torch.randn(*shape, 7).double()),
+}
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 100])
+@pytest.mark.parametrize("shape", [(13,), (5, 3), (2, 4, 3)], ids=str)
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_chunked_loss_is_the_loss(name: str, shape: tuple[int, ...], chunks: int) -> None:
+    loss, make = LOSSES[name]
+    torch.manual_seed(0)
+    head, hidden, targets = nn.Linear(4, 7).double(), doubles(*shape, 4), make(shape)
+    plain = loss(head(hidden).flatten(0, -2), targets.flatten(0, len(shape) - 1))
+    expected = torch.autograd.grad(plain, [hidden, *head.parameters()])
+    total = oomguard.chunked_loss(head, loss, hidden, targets, chunks)
+    assert total.item() == pytest.approx(plain.item(), rel=1e-12)
+    assert furthest([*torch.autograd.grad(total, [hidden, *head.parameters()])], [*expected]) < 1e-10
+
+
+def test_the_logits_never_exist_as_a_whole() -> None:
+    head, seen = nn.Linear(4, 7), list[int]()
+    head.register_forward_hook(lambda *args: seen.append(len(args[2])))
+    hidden = torch.randn(100, 2, 4, requires_grad=True)
+    loss = nn.CrossEntropyLoss(reduction="sum")
+    torch.autograd.backward(oomguard.chunked_loss(head, loss, hidden, torch.zeros(100, 2).long(), 8))
+    assert max(seen) == 25
+
+
+def test_dropout_in_a_head_draws_the_same_numbers_twice() -> None:
+    linear, hidden = nn.Linear(4, 7, bias=False).double(), doubles(60, 4)
+    head = nn.Sequential(nn.Dropout(0.5), linear)
+    total = oomguard.chunked_loss(head, lambda logits, _: logits.sum(), hidden, torch.zeros(60), 5)
+    (found,) = torch.autograd.grad(total, hidden)
+    kept = found != 0
+    assert (hidden.detach() * found).sum().item() == pytest.approx(total.item(), rel=1e-10)
+    assert 0 < int(kept.sum()) < kept.numel()
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(reduction="none")], ids=["mean", "none"])
+def test_a_loss_that_is_no_sum_is_refused(loss: nn.Module) -> None:
+    with pytest.raises(oomguard.MisuseError, match='reduction="sum"'):
+        oomguard.chunked_loss(nn.Linear(4, 7), loss, torch.randn(9, 4), torch.zeros(9).long(), 3)
+
+
+def test_targets_of_another_shape_are_refused() -> None:
+    with pytest.raises(oomguard.MisuseError, match="one target for each step"):
+        oomguard.chunked_loss(nn.Linear(4, 7), nn.MSELoss(reduction="sum"), torch.randn(9, 2, 4), torch.zeros(9), 3)
