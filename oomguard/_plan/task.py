@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from oomguard._core.errors import MisuseError, check_choice, check_whole, nearest, shown
+from oomguard._core.errors import MisuseError, check_choice, check_whole, conflict, nearest, shown
 from oomguard._device.find import Device, find_budget, find_target, open_device
 from oomguard._estimate.breakdown import Estimate
 from oomguard._plan.find import is_here, make_environment
@@ -42,6 +42,7 @@ TRACE_ERROR, MARGIN, SMALL_MARGIN = 0.15, 0.03, 0.01
 close by. The first is the worst error that a trace may have; probes in the `tight` heap repeat to about 1 %."""
 WORTH = 1.02  # a third probe must promise so many times the rows
 MAX_PROBES = 3
+EVALUATED = (4, 16)  # rows of the traces of an evaluation
 ROUNDS = 3  # traces that approach the largest microbatch
 
 
@@ -70,6 +71,8 @@ class TaskQuestion:
                 raise MisuseError(rule=rule, got=f"got {shown(name)}", advice=nearest(name, [*KNOBS]))
         check_fixed(self.fixed, self.allow)
         check_whole("batch", self.batch, 1, MAX_BATCH)
+        if self.maximize == "batch" and "microbatch" in self.fixed:
+            raise conflict("The largest batch is its own microbatch", "maximize batch", "a microbatch")
         check_whole("max_probes", self.max_probes, 1, 100_000, optional=False)
         Candidate(**{"microbatch": 1} | self.fixed)
 
@@ -170,12 +173,14 @@ class _Search:
         self.records: list[TaskRecord] = []
         self.curves: dict[tuple[int, bool], Curve] = {}
         self.findings: dict[str, Finding] = {}
+        self.refused: set[int] = set()  # segments with which a probe of the whole batch has failed
         segments = question.fixed.get("segments", 1)
         size = {"microbatch": question.batch} if question.batch else {}
-        runs = [{"microbatch": 2}, size, {"microbatch": 2, "training": False}, size | {"training": False}]
+        runs = [{"microbatch": 2}, size, *({"microbatch": rows, "training": False} for rows in EVALUATED)]
         small, self.usual, *evaluations = self._trace([run | {"segments": segments} for run in runs])
         self.rows = self.usual.rows  # rows of a batch
-        self.evaluation = self._curve(evaluations, 1) if len(evaluations) == 2 else None
+        self.evaluation = self._curve(evaluations, segments) if len(evaluations) == 2 else None
+        self.rounds = 0 if self.evaluation is None else ROUNDS  # slow traces are not repeated
         self._add(segments, False, [small, self.usual])
 
     def run(self) -> TaskPlan:
@@ -185,14 +190,14 @@ class _Search:
         if self.device is None:
             choice = self._pick(TRACE_ERROR) or choice
             return self._plan(choice, None)
-        whole = self.question.maximize != "batch" and choice.rows >= self.rows
-        if not whole or choice.curve.safe_bytes(choice.rows, TRACE_ERROR) > self.budget_bytes:
+        sure = self._is_whole(choice) and choice.curve.safe_bytes(choice.rows, TRACE_ERROR) <= self.budget_bytes
+        if not sure and "microbatch" not in self.question.fixed:
             choice = choice._replace(rows=max(1, choice.rows // 2))
         best: tuple[Choice, TaskRecord] | None = None
         with Runner(self.question.device) as runner:
             while choice is not None and len(self.records) < min(MAX_PROBES, self.question.max_probes):
                 record = self._probe(runner, choice)
-                if record.verdict.ran:
+                if record.verdict.ran and self._keeps_batch(choice):
                     best = choice, record
                 choice = self._next(choice, record, best)
         if best is None:
@@ -202,8 +207,12 @@ class _Search:
     def _next(self, last: Choice, record: TaskRecord, best: tuple[Choice, TaskRecord] | None) -> Choice | None:
         """The next probe, if one is needed or worth it."""
         if not record.verdict.ran:
+            if self._is_whole(last):
+                self.refused.add(last.segments)
+                return self._pick(MARGIN)
             rows = last.rows // 2 if best is None else (2 * last.rows + best[0].rows) // 3
-            return last._replace(rows=rows) if rows > (0 if best is None else best[0].rows) else None
+            wanted = rows > (0 if best is None else best[0].rows) and "microbatch" not in self.question.fixed
+            return last._replace(rows=rows) if wanted else None
         late = len(self.records) > 1 and time.monotonic() - self.began > self.question.seconds
         if late or not all(one.verdict.ran for one in self.records):
             return None
@@ -211,9 +220,17 @@ class _Search:
         self.curves = {key: curve.corrected_by(measured) for key, curve in self.curves.items()}
         self.curves[last.segments, last.accumulates] = measured
         choice = self._pick(MARGIN if len(self.records) == 1 else SMALL_MARGIN)
-        if choice is None or (choice.segments, choice.accumulates) == (last.segments, last.accumulates):
-            return choice if choice is not None and choice.rows >= WORTH * last.rows else None
-        return choice if choice.rows > last.rows else None
+        if choice is None or best is None:
+            return choice
+        return choice if choice.rows >= WORTH * best[0].rows else None
+
+    def _is_whole(self, choice: Choice) -> bool:
+        """Whether the batch of the user is run in one pass."""
+        return self.question.maximize != "batch" and not choice.accumulates and choice.rows == self.rows
+
+    def _keeps_batch(self, choice: Choice) -> bool:
+        """Whether a choice can be planned; half of a batch in one pass is only measured."""
+        return self.question.maximize == "batch" or choice.accumulates or choice.rows == self.rows
 
     # ---- traces
 
@@ -238,7 +255,7 @@ class _Search:
         run = {"segments": segments, "accumulation": 1 + accumulates}
         if len({one.rows for one in answers}) < 2:
             answers = [*answers, *self._trace([run | {"microbatch": 2 * self.rows}])]
-        for _ in range(ROUNDS):
+        for _ in range(self.rounds):
             curve = self._curve(answers, segments, **more)
             rows = min(most, max(1, curve.largest(self.budget_bytes, 0.0)))
             if min(abs(one.rows - rows) for one in answers) <= 0.02 * rows:
@@ -283,7 +300,8 @@ class _Search:
         if self.question.maximize == "batch":
             rows = curve.largest(self.budget_bytes, margin)
             return Choice(rows, segments, False, curve) if rows else None
-        if curve.safe_bytes(self.rows, margin) <= self.budget_bytes and (fixed or self.rows) >= self.rows:
+        whole = segments not in self.refused and (fixed or self.rows) >= self.rows
+        if whole and curve.safe_bytes(self.rows, margin) <= self.budget_bytes:
             return Choice(self.rows, segments, False, curve)
         if self.rows == 1 or not self._usable("microbatch"):
             return None
@@ -326,6 +344,7 @@ class _Search:
     def _plan(self, choice: Choice, record: TaskRecord | None) -> TaskPlan:
         question, usual, candidate = self.question, self.usual, self._candidate(choice)
         whole = question.fixed.get("segments", 1), False
+        batch = self.rows if choice.accumulates else choice.rows
         libraries = [one.library for one in self.records if one.library is not None]
         lossy = {knob: finding.reason for knob, finding in self.findings.items() if not finding.exact}
         used = {"microbatch": candidate.accumulation > 1, "segments": candidate.segments > 1}
@@ -335,7 +354,7 @@ class _Search:
         estimate = min(choice.curve.points, key=lambda point: abs(int(point.candidate.microbatch) - choice.rows))
         return TaskPlan(
             task=name_of(question.task),
-            batch=self.rows if choice.accumulates else choice.rows,
+            batch=batch,
             seq=question.steps,
             candidate=candidate,
             where=self.target,
@@ -348,7 +367,7 @@ class _Search:
             expected=choice.curve.prediction(choice.rows, MARGIN if self.records else TRACE_ERROR),
             record=record,
             fallbacks=tuple(self._fallbacks(choice)),
-            plain_bytes=self.curves[whole].peak_bytes(self.rows),
+            plain_bytes=self.curves[whole].peak_bytes(batch),
             evaluation_rows=None
             if self.evaluation is None
             else self.evaluation.largest(self.budget_bytes, TRACE_ERROR) or None,

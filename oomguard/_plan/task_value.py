@@ -75,7 +75,7 @@ class TaskPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     plain_bytes: Size
     """The predicted peak of the whole batch in one pass, without segments."""
     evaluation_rows: Positive | None = None
-    """The largest microbatch of an evaluation, without gradients, by a trace; None if it was not traced."""
+    """The largest microbatch of an evaluation, without gradients, by a trace; None if none is known to fit."""
     layout: tuple[Part, ...] = ()
     """Where a batch holds its rows; empty if its parts do not tell."""
     row_bytes: Size

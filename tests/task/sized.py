@@ -88,7 +88,10 @@ class Tagger(nn.Module):
 
     def forward(self, x: Tensor, lengths: Tensor) -> Any:
         packed = pack_padded_sequence(torch.relu(self.enter(x)), lengths, enforce_sorted=False)
-        return self.head(pad_packed_sequence(self.rnn(packed)[0])[0])
+        return self.head(pad_packed_sequence(self.rnn(packed)[0], total_length=self.total_length(x))[0])
+
+    def total_length(self, x: Tensor) -> int | None:
+        return len(x)
 
 
 def tag(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -97,6 +100,17 @@ def tag(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 tagger = Task(model=Tagger, loss=tag, data=DataLoader(Sentences(), 16, collate_fn=padded))
+
+
+
+class Trimmed(Tagger):
+    """A tagger whose output is as long as the longest row of a piece, while its tags are as long as the whole batch."""
+
+    def total_length(self, x: Tensor) -> int | None:
+        return None
+
+
+trimmed = Task(model=Trimmed, loss=tag, data=DataLoader(Sentences(), 16, collate_fn=padded))
 
 # ---- one long sample, statistics of the batch, and mistakes
 

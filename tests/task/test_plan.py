@@ -81,6 +81,12 @@ def test_microbatches_that_change_the_gradient_are_refused_unless_they_are_allow
     assert "BatchNorm" in plan.lossy["microbatch"]
 
 
+def test_a_model_that_fails_on_pieces_of_a_batch_has_no_fallbacks() -> None:
+    plan = plan_of(sized.trimmed, 60 * MIB)
+    assert plan.fallbacks == ()
+    assert (plan.batch, plan.candidate.accumulation) == (16, 1)
+
+
 def test_a_lossy_precision_must_be_allowed() -> None:
     with pytest.raises(MisuseError, match="only if it is allowed"):
         plan_of(sized.regression, 25 * MIB, precision="bf16", allow="none", steps=60)
