@@ -168,9 +168,9 @@ class Record(Probed, frozen=True, kw_only=True):
 
     `oomguard.probe` makes them; this one is made by hand, since it is of a probe that ran out of memory.
 
-    >>> asked = {"spec": Spec(cell="gru", seq=20), "candidate": Candidate(microbatch=32), "device": "cpu"}
-    >>> found = {"engine": "native", "budget_bytes": 300 << 20, "started": "2026-01-31T12:00:00", "seconds": 1.5}
-    >>> record = Record(verdict=Verdict.OOM, message="An allocation was refused.", **asked, **found)
+    >>> request = {"spec": Spec(cell="gru", seq=20), "candidate": Candidate(microbatch=32), "device": "cpu"}
+    >>> result = {"engine": "native", "budget_bytes": 300 << 20, "started": "2026-01-31T12:00:00", "seconds": 1.5}
+    >>> record = Record(verdict=Verdict.OOM, message="An allocation was refused.", **request, **result)
     >>> record.verdict.ran, record.peak_bytes, record.verdict.advice.partition(":")[0]
     (False, None, 'Memory ran out')
     """

@@ -102,7 +102,6 @@ def tag(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 tagger = Task(model=Tagger, loss=tag, data=DataLoader(Sentences(), 16, collate_fn=padded))
 
 
-
 class Trimmed(Tagger):
     """A tagger whose output is as long as the longest row of a piece, while its tags are as long as the whole batch."""
 
