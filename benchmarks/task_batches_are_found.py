@@ -174,7 +174,8 @@ def with_lightning(trials: Trials, request: dict[str, Any], limit: Callable[[], 
             return make_optimizer(trials.task, self.model)
 
         def train_dataloader(self) -> Any:
-            return DataLoader([*range(STEPS)], batch_size=1, collate_fn=self.collate)  # type: ignore[arg-type]
+            # the finder tries no batch that is larger than the number of samples
+            return DataLoader(range(1_000_000), batch_size=1, collate_fn=self.collate)  # type: ignore[arg-type]
 
         def collate(self, _: Any) -> Any:
             return trials.batches.make(self.batch_size, trials.steps)
