@@ -137,7 +137,7 @@ class Calibration:
             if not rows.any():
                 continue
             (fit, beyond), errors = self._memory_fit(kind, fragile), spread(self.device, *kind, fragile)
-            expected, share = rest[rows], np.asarray(bare(self.device, *kind, fragile))
+            expected, share = rest[rows], np.asarray(math.ceil(1024 * bare(self.device, *kind, fragile)) / 1024)
             if len(fit.data.values) or beyond:
                 ratio, doubt = fit.at(places[rows])
                 expected = expected * np.exp(ratio + errors.middle + beyond)
