@@ -4,15 +4,12 @@ Here are the guard and its attempts. `ladder.py` has the rungs and detects memor
 `update.py` completes an update that ran out of memory halfway, `events.py` writes down every change.
 """
 
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import msgspec
-import numpy as np
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from oomguard._batch import Rows
@@ -25,6 +22,7 @@ from oomguard._guard.update import Updates
 from oomguard._plan.task_value import TaskPlan
 from oomguard._plan.value import Plan
 from oomguard._probe.verdict import Verdict, judge
+from oomguard._rnn.rng import remember_all, remember_random
 from oomguard._spec.candidate import Candidate
 from oomguard._spec.spec import MAX_BATCH
 from oomguard._task.batches import Axis, Layout, count_rows, split, tensors_of
@@ -154,6 +152,8 @@ class Guard:
         # by the plan's own figures: what a step needs beside the runtime grows at least as rows times time steps
         runtime_bytes, margin_bytes = self.plan.estimate.terms.get("runtime", 0), self.plan.expected.margin_bytes
         growth_bytes = longer * max(1, self.plan.peak_bytes - runtime_bytes)
+        if self.device.name == "cpu":  # this process may hold more; on a card, what it caches would count too
+            runtime_bytes = max(runtime_bytes, self.device.reading().now_bytes)
         share = min(1.0, (self.watch.available_bytes() - runtime_bytes - margin_bytes) / growth_bytes)
         size = max(1, int(share * self.rows))
         if size < self.rows and longer > self._reported:
@@ -173,7 +173,7 @@ class Guard:
     def attempts(self, optimizer: Optimizer | None = None) -> Iterator["Attempt"]:
         """Attempts at one step until one succeeds: `for attempt in guard.attempts(optimizer): with attempt: ...`."""
         device, repeated = torch.device(self.device.name), False
-        states, repeat_random = rng_states(device), remember_random()
+        restore_random = remember_all(device)
         while True:
             attempt = Attempt(self)
             yield attempt
@@ -191,8 +191,7 @@ class Guard:
             if optimizer is not None:
                 optimizer.zero_grad(set_to_none=True)
             self.device.release()
-            set_rng_states(device, states)
-            repeat_random()
+            restore_random()
             reason = attempt.message or "Another process of this training ran out of memory."
             if self.rung + 1 == len(self.ladder) and not repeated:
                 repeated = True  # there is no smaller candidate, but the released memory may suffice
@@ -321,30 +320,6 @@ def another_process_failed(kind: type[GuardError] = GuardError) -> GuardError:
         got="another one failed",
         advice="Read the error message of that process.",
     )
-
-
-def remember_random() -> Callable[[], None]:
-    """Return a function that sets Python's and NumPy's global random numbers back to their present states."""
-    python, numpy = random.getstate(), np.random.get_state(legacy=False)
-
-    def restore() -> None:
-        random.setstate(python)
-        np.random.set_state(numpy)
-
-    return restore
-
-
-def rng_states(device: torch.device) -> dict[str, Tensor]:
-    """The states of the random number generators that a step uses: `cpu` and, on a card, `cuda`."""
-    states = {"cpu": torch.get_rng_state()}
-    return states if device.type == "cpu" else states | {"cuda": torch.cuda.get_rng_state(device)}
-
-
-def set_rng_states(device: torch.device, states: Mapping[str, Tensor]) -> None:
-    """Let random numbers continue from these states; a card keeps its own if they were taken without one."""
-    torch.set_rng_state(states["cpu"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
 
 
 def make_guard(

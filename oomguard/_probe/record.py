@@ -37,7 +37,7 @@ class Limited(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     seconds: float = 3.0  # time after which no further step begins (`passes` are always measured)
     steps: int = 3  # steps to measure, if there is time
     passes: int = 2
-    """Passes of a measured step, and the fewest that are measured. One is enough to see whether a long one fits."""
+    """Passes to measure, at least, of which a step has one or two. One is enough to see whether a long one fits."""
     seed: int = 0  # seed of weights and data: the same request gives the same numbers
 
     def __post_init__(self) -> None:
@@ -45,7 +45,7 @@ class Limited(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         check_whole("a budget of committed bytes", self.committed_bytes, 1, MAX_BYTES)
         check_seconds("The seconds to measure", self.seconds)
         check_whole("steps", self.steps, 1, 1000, optional=False)
-        check_whole("passes", self.passes, 1, 2, optional=False)
+        check_whole("passes", self.passes, 1, 1000, optional=False)
         check_whole("seed", self.seed, 0, (1 << 63) - 1, optional=False)
 
 

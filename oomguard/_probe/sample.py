@@ -1,5 +1,6 @@
 """The steps of a probe: random microbatches of the largest size, and their times. Only the child imports this."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from statistics import median
@@ -19,7 +20,7 @@ from oomguard._spec.candidate import Candidate, make_candidate
 from oomguard._spec.spec import Spec
 from oomguard._step import Piece, Training, prepare, step
 
-PASSES = 2  # passes of a tiny step
+PASSES = 2  # passes of a step, at most
 FEW = 4  # time steps of a tiny step
 
 
@@ -82,7 +83,7 @@ def random_microbatch(spec: Spec, rows: int, generator: torch.Generator, steps: 
     return Microbatch(inputs, targets, None if lengths is None else torch.tensor(lengths).clamp(max=steps))
 
 
-class Meter:
+class Meter(ABC):
     """Keeps the times of steps and passes, and the sizes of tensors."""
 
     model: nn.Module
@@ -92,20 +93,20 @@ class Meter:
         self.candidate, self.device = candidate, device
         self.batch = batch  # rows of the whole batch
         self.tokens = tokens  # real time steps of a pass
-        self.passes = min(passes, candidate.accumulation)  # of a measured step
+        self.passes = min(passes, PASSES, candidate.accumulation)  # of a measured step
         self.pass_seconds: list[float] = []
         self.update_seconds: list[float] = []
         self.skipped = 0
         self.sizes = {"weights": 0, "gradients": 0, "optimizer": 0, "input": 0}
         self._resumed = 0.0
 
+    @abstractmethod
     def warm_up(self) -> None:
         """Run a step that is not timed, so that the first measured step finds the optimizer's state."""
-        raise NotImplementedError
 
+    @abstractmethod
     def step(self) -> None:
         """Run one measured step."""
-        raise NotImplementedError
 
     def figures(self) -> dict[str, Any]:
         """Return the times of a record. An uneven last microbatch counts by its share."""

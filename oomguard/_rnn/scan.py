@@ -6,7 +6,6 @@ that need gradients, so that they become inputs of the autograd function.
 """
 
 import math
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -15,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from oomguard._batch import leaves_of, map_leaves
 from oomguard._core.errors import MisuseError, check_whole, shown
 from oomguard._rnn.calls import autocast_setting, refuse_double_backward
+from oomguard._rnn.rng import remember_all
 from oomguard._rnn.seed import Ends, Gradients, Tensors, gradients_of
 
 S = TypeVar("S")
@@ -38,8 +38,8 @@ def scan(step: Callable[[S, X], tuple[S, Y]], state: S, inputs: X, segments: int
     every tensor that `step` uses, such as the weights of its cells. By default there are as many segments as a segment
     has steps.
 
-    The backward pass calls `step` again with the same random numbers (of PyTorch and of Python's `random`). So `step`
-    must depend on nothing else that changes, and must not change tensors in place.
+    The backward pass calls `step` again with the same random numbers (of PyTorch, Python and NumPy). So `step` must
+    depend on nothing else that changes, and must not change tensors in place.
 
     >>> import oomguard, torch
     >>> cell = torch.nn.GRUCell(3, 4)
@@ -57,27 +57,28 @@ def scan(step: Callable[[S, X], tuple[S, Y]], state: S, inputs: X, segments: int
         sizes = ", ".join(str(tuple(part.shape)) for part in series) or "no tensor"
         advice = "Put time first, and give at least one step."
         raise MisuseError(rule="All inputs of a scan need the same number of steps", got=f"got {sizes}", advice=advice)
-    steps, trees = len(series[0]), dict[str, TreeSpec]()
+    steps, trees = len(series[0]), dict[str, object]()
     check_whole("segments", segments, 1, 1_000_000_000)
 
     def run_piece(before: Tensors, given: Tensors) -> tuple[Tensors, Tensors]:
         made = list[Tensors]()
         for i in range(len(given[0])):
-            now = tree_unflatten(before, state_tree)
-            after, output = step(now, tree_unflatten([part[i] for part in given], inputs_tree))
+            now = _rebuilt(before, state_tree)
+            after, output = step(now, _rebuilt([part[i] for part in given], inputs_tree))
             before, after_tree = _tensors("state", after)
             if after_tree != state_tree:
                 got = f"it returned {shown(after_tree)} for {shown(state_tree)}"
                 advice = "Return (state, output), with the state as it came in."
                 raise MisuseError(rule="A step must return a state like the one it is given", got=got, advice=advice)
-            leaves, trees["outputs"] = ([], tree_flatten(None)[1]) if output is None else _tensors("output", output)
+            leaves, trees["outputs"] = ([], ()) if output is None else _tensors("output", output)
             made.append(leaves)
         return before, [torch.stack(column) for column in zip(*made, strict=True)]
 
     size = -(-steps // min(steps, segments or round(math.sqrt(steps))))
     spans = [(start, min(size, steps - start)) for start in range(0, steps, size)]
     after, outputs = _run(run_piece, spans, parts, series)
-    return tree_unflatten(after, state_tree), tree_unflatten(outputs or [None], trees["outputs"])
+    made: Any = _rebuilt(outputs, trees["outputs"]) if outputs else None
+    return _rebuilt(after, state_tree), made
 
 
 def chunked_loss(
@@ -126,13 +127,13 @@ def _check_sum(
 ) -> None:
     """Raise unless the loss of some rows is the sum of the losses of its two halves."""
     some = torch.linspace(0, len(rows) - 1, min(SAMPLES, len(rows)), device=rows.device).long()
-    before = _read_random([rows])
+    restore_random = remember_all(rows.device)
     with torch.no_grad():
         logits, wanted = head(rows[some]), targets[some]
         whole = loss(logits, wanted)
         parts = zip(logits.tensor_split(2), wanted.tensor_split(2), strict=True)
         halves = [loss(*pair).sum().item() for pair in parts if len(pair[0])]
-    _restore_random(before)
+    restore_random()
     if whole.dim() or not (whole.isnan() or math.isclose(whole.item(), sum(halves), rel_tol=SAME, abs_tol=1e-6)):
         raise MisuseError(
             rule="The loss of chunks must be a sum over rows",
@@ -141,14 +142,20 @@ def _check_sum(
         )
 
 
-def _tensors(what: str, value: object) -> tuple[Tensors, TreeSpec]:
-    """Return the tensors of a nested structure, and the structure."""
-    leaves, tree = tree_flatten(value)
-    for leaf in leaves:
+def _tensors(what: str, value: object) -> tuple[Tensors, object]:
+    """Return the tensors of a nested structure in the order of their paths, and the structure without them."""
+    leaves = leaves_of(value)
+    for leaf in leaves.values():
         if not isinstance(leaf, Tensor):
             advice = "Use tensors, or nested tuples, lists and dicts of them."
             raise MisuseError(rule=f"The {what} of a scan must be tensors", got=f"got {shown(leaf)}", advice=advice)
-    return leaves, tree
+    return [leaves[path] for path in sorted(leaves)], map_leaves(lambda path, leaf: "tensor", value)
+
+
+def _rebuilt(tensors: Tensors, structure: Any) -> Any:
+    """Put tensors back into the structure that `_tensors` took them from."""
+    by_path = dict(zip(sorted(leaves_of(structure)), tensors, strict=True))
+    return map_leaves(lambda path, leaf: by_path[path], structure)
 
 
 class _UsedTensors(TorchFunctionMode):
@@ -199,7 +206,7 @@ class _Loop(NamedTuple):
 
     run_piece: RunPiece
     spans: list[tuple[int, int]]  # the first step of each piece, and its number of steps
-    random: list["_Random"]  # the state of the random numbers before each piece
+    random: list[Callable[[], None]]  # set the random numbers back to those before each piece
     others: Tensors  # tensors that the loop uses beside its state and its inputs, and that need gradients
     counts: tuple[int, int]  # tensors of the state, inputs
     autocast: tuple[str, torch.dtype, bool]
@@ -208,18 +215,18 @@ class _Loop(NamedTuple):
 def _run(run_piece: RunPiece, spans: list[tuple[int, int]], state: Tensors, inputs: Tensors) -> tuple[Tensors, Tensors]:
     """Run a loop without a graph; return the last state and the outputs, as results of an autograd function."""
     before, series = [part.detach() for part in state], [part.detach() for part in inputs]
-    used, marks, borders, made = _UsedTensors(), list[_Random](), list[Tensor](), list[Tensors]()
+    used, marks, borders, made = _UsedTensors(), list[Callable[[], None]](), list[Tensor](), list[Tensors]()
+    device = (state + inputs)[0].device
     with torch.no_grad(), used:
         for span in spans:
             borders += before
-            marks.append(_read_random([*state, *inputs]))
+            marks.append(remember_all(device))
             before, outputs = run_piece(before, [part.narrow(0, *span) for part in series])
             made.append(outputs)
         results = [part.clone() for part in before] + [torch.cat(parts) for parts in zip(*made, strict=True)]
     if torch.is_grad_enabled():
         others = [*used.found.values()]
-        setting = autocast_setting((state + inputs)[0].device.type)
-        loop = _Loop(run_piece, spans, marks, others, (len(state), len(inputs)), setting)
+        loop = _Loop(run_piece, spans, marks, others, (len(state), len(inputs)), autocast_setting(device.type))
         apply: Callable[..., tuple[Tensor, ...]] = _Recomputed.apply
         results = [*apply(loop, results, *state, *inputs, *others, *borders)]
     return results[: len(state)], results[len(state) :]
@@ -255,7 +262,7 @@ class _Recomputed(torch.autograd.Function):
                 before = [part.detach().requires_grad_(part.is_floating_point()) for part in first]
                 cuts = [part.narrow(0, start, steps).detach() for part in inputs]
                 given = [cut.requires_grad_(need) for cut, need in zip(cuts, wanted, strict=True)]
-                with _random_numbers(loop.random[i]):
+                with _repeated_random(loop.random[i], saved[0].device):
                     ends, made = loop.run_piece(before, given)
                 _check_same(ends, after)
                 of_made = [None if g is None else g.narrow(0, start, steps) for g in of_results[n:]]
@@ -308,33 +315,12 @@ def _check_known(tops: Ends, known: Tensors, replaced: Tensors) -> None:
         waiting += [source for source, _ in node.next_functions]
 
 
-class _Random(NamedTuple):
-    """The state of all generators that a loop may draw from."""
-
-    python: object
-    cpu: Tensor
-    cards: dict[int, Tensor]
-
-
-def _read_random(tensors: Tensors) -> _Random:
-    cards = {tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"}
-    return _Random(random.getstate(), torch.get_rng_state(), {card: torch.cuda.get_rng_state(card) for card in cards})
-
-
-def _restore_random(state: _Random) -> None:
-    random.setstate(state.python)  # type: ignore[arg-type]
-    torch.set_rng_state(state.cpu)
-    for card, mark in state.cards.items():
-        torch.cuda.set_rng_state(mark, card)
-
-
 @contextmanager
-def _random_numbers(state: _Random) -> Iterator[None]:
-    """Draw the random numbers that follow a state, and go on afterwards with those that would have come."""
-    cards = {card: torch.cuda.get_rng_state(card) for card in state.cards}
-    before = _Random(random.getstate(), torch.get_rng_state(), cards)
-    _restore_random(state)
+def _repeated_random(repeat: Callable[[], None], device: torch.device) -> Iterator[None]:
+    """Draw the random numbers of the forward pass, and go on afterwards with those that would have come."""
+    restore = remember_all(device)
+    repeat()
     try:
         yield
     finally:
-        _restore_random(before)
+        restore()

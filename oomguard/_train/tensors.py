@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from oomguard._core.errors import MisuseError
-from oomguard._guard import rng_states, set_rng_states
+from oomguard._rnn.rng import rng_states, set_rng_states
 from oomguard._step import Training
 
 _RUN_OPTIONS = ("params", "foreach", "fused", "capturable", "differentiable")

@@ -227,11 +227,11 @@ def test_without_a_plan_the_resident_peak_stays_within_the_budget() -> None:
 # ---- sequences that are longer than the plan's
 
 
-def longer_guard(tmp_path: Path, room_bytes: int) -> Guard:
+def longer_guard(tmp_path: Path, room_bytes: int, held_bytes: int = 0) -> Guard:
     plan = plan_of(seq=100, hidden=64)
     budget = plan.peak_bytes + room_bytes
     plan = msgspec.structs.replace(plan, asked_budget_bytes=budget, budget_bytes=budget)
-    device: Any = FakeDevice()
+    device: Any = FakeDevice(peak_bytes=plan.estimate.terms["runtime"] + held_bytes)
     return Guard(plan, device=device, events=Events(tmp_path / "events.jsonl"))
 
 
@@ -245,6 +245,12 @@ def test_longer_sequences_than_the_plan_knows_make_smaller_pieces(tmp_path: Path
     guard.position = LadderPosition(rung=1)
     assert [rows_at(guard, steps) for steps in (100, 200, 400)] == [4, 2, 1], "a rung down halves them too"
     assert [event.figures["rows"] for event in events(guard)] == [4, 2, 1]
+
+
+def test_what_the_process_holds_already_makes_smaller_pieces_of_longer_sequences(tmp_path: Path) -> None:
+    plan = plan_of(seq=100, hidden=64)
+    growth_bytes = plan.peak_bytes - plan.estimate.terms["runtime"]
+    assert rows_at(longer_guard(tmp_path, 0, held_bytes=growth_bytes // 2), 200) == 2, "4 if it held nothing"
 
 
 def test_longer_sequences_that_fit_the_budget_are_not_cut_smaller(tmp_path: Path) -> None:
