@@ -20,7 +20,7 @@ def send(task: Task | str, rows: int | None = None, steps: int | None = None) ->
         assert samples is not None
         data: Any = samples.reduced(rows or samples.batch_size or 1, steps)
         task = replace(task, data=data)
-    return packed(task)
+    return packed(replace(task, scheduler=None, validation=None))  # only training needs them
 
 
 def ask(
