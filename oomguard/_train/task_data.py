@@ -188,7 +188,7 @@ def _unchanged(batch: Any) -> Any:
 def _start_worker(init: Callable[[int], None] | None, worker: int) -> None:
     """Run the user's `worker_init_fn`, which finds its own dataset."""
     info: Any = get_worker_info()
-    info.dataset = info.dataset.dataset
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # PyTorch has frozen it
     if init is not None:
         init(worker)
 
