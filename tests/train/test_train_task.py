@@ -279,6 +279,15 @@ def test_the_validation_loss_is_that_of_the_whole_data(plan: TaskPlan, tmp_path:
     assert (tmp_path / "best").is_dir()
 
 
+def test_validation_data_may_have_another_form_than_the_training_data(wave_plan: TaskPlan, tmp_path: Path) -> None:
+    series = torch.randn(7, 9, 3, generator=torch.Generator().manual_seed(0))
+    data: Any = DataLoader([*series], 7, collate_fn=torch.stack)
+    task = replace(trained.wave, validation=data)
+    result = train(msgspec.structs.replace(wave_plan, evaluation_rows=2), task, tmp_path, steps=1)
+    with torch.no_grad():
+        assert result.validation_loss == pytest.approx(float(trained.squares(result.model, series)), rel=1e-5)
+
+
 def test_validation_does_not_change_the_training(plan: TaskPlan, tmp_path: Path) -> None:
     with_it, without = trained.noisy(), replace(trained.noisy(), validation=None)
     runs = [train(plan, task, tmp_path / str(n)) for n, task in enumerate((with_it, without))]
@@ -404,6 +413,7 @@ def unsorted_loader() -> DataLoader[Any]:
         ({"lr": 0.1}, r"--lr is for the model of a spec.*Give the task optimizer="),
         ({"schedule": "cosine"}, r"--schedule is for the model of a spec.*scheduler="),
         ({"target": ("a",)}, r"--target is for the model of a spec"),
+        ({"validation": 0.2}, r"--validation is for the model of a spec.*Give the task validation="),
         ({"patience": 2, "validate": 3}, "Unknown option 'validate'"),
         ({"budget": "3GiB"}, r"A plan has its own budget.*not set"),
         ({"batch": 99}, r"A plan has its own batch.*that is 6"),
@@ -442,6 +452,19 @@ def test_a_run_continues_with_its_own_model(plan: TaskPlan, tmp_path: Path, monk
     monkeypatch.setattr(trained, "TAGS", 7)
     with pytest.raises(MisuseError, match=r"A checkpoint can only be used with the model.*head\.\w+ is not the same"):
         train(plan, trained.calm, tmp_path, resume=True)
+
+
+def test_an_optimizer_of_another_model_is_refused(plan: TaskPlan, tmp_path: Path) -> None:
+    other = nn.Linear(2, 2)
+    task = replace(trained.calm, optimizer=lambda _: torch.optim.SGD(other.parameters(), lr=0.1))
+    with pytest.raises(MisuseError, match="The optimizer of a task must update parameters of its model"):
+        train(plan, task, tmp_path)
+
+
+def test_a_loader_without_batches_is_refused(plan: TaskPlan, tmp_path: Path) -> None:
+    few: Any = DataLoader(trained.Sentences(), 50, collate_fn=trained.collate, drop_last=True)
+    with pytest.raises(MisuseError, match=r"A loader must have batches"):
+        train(with_rows(msgspec.structs.replace(plan, batch=50), 50), replace(trained.calm, data=few), tmp_path)
 
 
 def test_an_order_that_does_not_follow_from_the_seed_is_refused(plan: TaskPlan, tmp_path: Path) -> None:
