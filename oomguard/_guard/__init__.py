@@ -175,7 +175,7 @@ class Guard:
         device, repeated = torch.device(self.device.name), False
         restore_random = remember_all(device)
         while True:
-            attempt = Attempt(self)
+            attempt = Attempt(self, restore_random)
             yield attempt
             if attempt.agreed is None:
                 raise MisuseError(
@@ -191,7 +191,6 @@ class Guard:
             if optimizer is not None:
                 optimizer.zero_grad(set_to_none=True)
             self.device.release()
-            restore_random()
             reason = attempt.message or "Another process of this training ran out of memory."
             if self.rung + 1 == len(self.ladder) and not repeated:
                 repeated = True  # there is no smaller candidate, but the released memory may suffice
@@ -294,8 +293,8 @@ class Guard:
 class Attempt(AbstractContextManager["Attempt"]):
     """One attempt at a step: `with attempt` ends without an error if memory runs out inside."""
 
-    def __init__(self, guard: Guard) -> None:
-        self.guard, self.split = guard, guard.split
+    def __init__(self, guard: Guard, restore_random: Callable[[], None]) -> None:
+        self.guard, self.split, self._restore_random = guard, guard.split, restore_random
         self.message: str | None = None  # first line of the error that ended it
         self.pressure: Pressure | None = None  # why memory is tight, though the attempt succeeded
         self.agreed: list[int] | None = None
@@ -308,6 +307,7 @@ class Attempt(AbstractContextManager["Attempt"]):
         else:
             status = OOM if isinstance(error, Exception) and judge(error) is Verdict.OOM else FAILED
             self.message = str(error).strip().partition("\n")[0][:300] or type(error).__name__
+            self._restore_random()  # a checkpoint that is saved now is one from before the attempt
         stay = status != DONE or self.pressure is not None or not guard.may_climb()
         self.agreed = guard.agree([status, int(self.pressure is not None), int(stay)])
         return status == OOM  # any other error is raised here, after the other processes were told

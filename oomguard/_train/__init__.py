@@ -2,6 +2,7 @@
 
 Here are its options. `start.py` prepares a training, `loop.py` runs it, `checkpoint.py` and `tensors.py` save it,
 `metrics.py` logs it, `ranks.py` connects several processes, `evaluate.py` validates and predicts.
+Tasks share all of that: `task_start.py` prepares one, `task.py` has its steps and `task_data.py` its batches.
 """
 
 import math

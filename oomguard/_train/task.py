@@ -121,17 +121,28 @@ class TaskTrainer(Trainer):
         if self.validation is None:
             return None
         count = None if isinstance(self.validation, TaskLoader) else 1
-        restore_random = remember_all(self.training.device)
-        seed(self.config.seed)
-        with _as_evaluated(self.training.model), torch.no_grad():
+        with self._as_evaluated(), torch.no_grad():
             losses = [
                 loss for batch in islice(self.validation.batches(Position()), count) for loss in self._losses(batch)
             ]
-        restore_random()
         loss = sum(total for total, _ in losses) / (sum(weight for _, weight in losses) or 1.0)
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(loss)
         return loss
+
+    @contextmanager
+    def _as_evaluated(self) -> Iterator[None]:
+        """Put all layers into evaluation mode, with random numbers of its own, and then back as they were."""
+        modes = {module: module.training for module in self.training.model.modules()}
+        restore_random = remember_all(self.training.device)
+        seed(self.config.seed)
+        self.training.model.eval()
+        try:
+            yield
+        finally:
+            for module, training in modes.items():
+                module.training = training
+            restore_random()
 
     def _losses(self, batch: TaskBatch) -> Iterator[tuple[float, float]]:
         """Sum and weight of the loss of each microbatch of an evaluation. A mean counts as often as it has rows."""
@@ -146,18 +157,6 @@ class TaskTrainer(Trainer):
         rows = self.config.plan.evaluation_rows or self.guard.rows
         for _, loss in in_microbatches(np.arange(batch.rows), rows, loss_of):
             yield loss
-
-
-@contextmanager
-def _as_evaluated(model: nn.Module) -> Iterator[None]:
-    """Put all layers into evaluation mode, and then back into the mode that each was in."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 def make_trainer(config: TaskConfig, checkpoint: Checkpoint | None) -> TaskTrainer:

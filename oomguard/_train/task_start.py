@@ -41,8 +41,9 @@ def run_task_training(
     directory = run_directory(plan.task if plan is not None else name_of(task), train_options)
     checkpoint = find_start(directory, resume=train_options.resume)
     known = resolve(task) if isinstance(task, str) else task
-    _check_options(known, train_options)
-    plan = plan or plan_of_run(task, options)[0]
+    if plan is None:
+        _check_options(known, train_options)  # before a search
+        plan = plan_of_run(task, options)[0]
     _check_planned(plan, options)
 
     def is_named(name: str) -> bool:
@@ -54,6 +55,7 @@ def run_task_training(
             got=f"it is for {plan.task}, and the task is {name_of(task)}",
             advice=f"Give {plan.task} by its name, or make a plan for this task.",
         )
+    _check_options(known, train_options)
     check_environment(plan)
     from oomguard._train.task import TaskConfig, make_trainer
 

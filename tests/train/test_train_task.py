@@ -231,6 +231,24 @@ def test_a_run_whose_worker_dies_goes_on(plan: TaskPlan, tmp_path: Path) -> None
     assert torch.equal(weights(whole.model), weights(mended.model))
 
 
+def test_a_run_that_an_error_of_the_users_code_ended_is_resumed(plan: TaskPlan, tmp_path: Path) -> None:
+    calls = list[int]()
+
+    def failing(model: nn.Module, batch: Any) -> Any:
+        calls.append(len(batch[0]))
+        result = trained.noisy_loss(model, batch)
+        if len(calls) == 6:  # in the second microbatch of a step
+            raise KeyError("mended later")
+        return result
+
+    plan = with_rows(plan, 4)
+    whole = train(plan, trained.task, tmp_path / "whole")
+    with pytest.raises(MisuseError, match="mended later"):
+        train(plan, replace(trained.task, loss=failing), tmp_path / "ended")
+    resumed = train(plan, trained.task, tmp_path / "ended", resume=True)
+    assert torch.equal(weights(whole.model), weights(resumed.model))
+
+
 def test_batches_before_the_resumed_one_are_not_read(plan: TaskPlan, tmp_path: Path) -> None:
     read = list[int]()
 
@@ -281,7 +299,8 @@ def test_the_validation_loss_is_that_of_the_whole_data(plan: TaskPlan, tmp_path:
 
 def test_validation_data_may_have_another_form_than_the_training_data(wave_plan: TaskPlan, tmp_path: Path) -> None:
     series = torch.randn(7, 9, 3, generator=torch.Generator().manual_seed(0))
-    data: Any = DataLoader([*series], 7, collate_fn=torch.stack)
+    samples: Any = [*series]
+    data: Any = DataLoader(samples, 7, collate_fn=torch.stack)
     task = replace(trained.wave, validation=data)
     result = train(msgspec.structs.replace(wave_plan, evaluation_rows=2), task, tmp_path, steps=1)
     with torch.no_grad():
