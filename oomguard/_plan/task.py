@@ -295,6 +295,8 @@ class _Search:
         lossy = {knob: reason for knob, reason in lossy.items() if used[knob]}
         if candidate.precision != "fp32":
             lossy["precision"] = f"The model runs in {candidate.precision}."
+        if candidate.precision == "fp16":
+            self.notes.append("Gradients in fp16 need a scale: oomguard.stepper(..., scaler=torch.amp.GradScaler()).")
         estimate = min(choice.curve.points, key=lambda point: abs(int(point.candidate.microbatch) - choice.rows))
         return TaskPlan(
             task=name_of(question.task),

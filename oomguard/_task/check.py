@@ -124,7 +124,8 @@ def _reason(trial: Trial, whole: Any, pieces: list[Any], plain: Tensor) -> str:
     if samples is not None:
         same = samples.nearest(1, None)
         even = [samples.make(same * count) for count in (ROWS, *rows)]
-        if _equal(trial, even[0], even[1:]):
+        vanishes = float(trial.gradient(even[:1], [ROWS]).abs().max()) <= TOLERANCE * float(plain.abs().max())
+        if not vanishes and _equal(trial, even[0], even[1:]):  # equal rows may have no gradient at all
             return "The mean is over time steps, and rows have unequal lengths: return (sum, weight)."
     return "The loss or the model uses statistics of the whole batch."
 

@@ -108,6 +108,7 @@ def seed(number: int = 0) -> None:
 def begin(source: str | bytes, steps: int | None, limit_bytes: int) -> None:
     """Limit this process, try the task, and measure what the process needs without it."""
     global _subject
+    torch.set_num_threads(1)  # threads that wait for each other took most of the time where other programs run
     device, batches = Cpu(), batches_of(source)
     device.enforce(limit_bytes)
     seed()
