@@ -12,17 +12,16 @@ from oomguard._device.find import Device
 from oomguard._probe.record import TaskRequest
 from oomguard._probe.sample import Meter
 from oomguard._step import accumulate_pieces, apply_gradient, as_candidate, check_optimizer
-from oomguard._task.batches import Batches, mapped, tensors_of
-from oomguard._task.child import load, seed, try_task
+from oomguard._task.batches import mapped, tensors_of
+from oomguard._task.child import batches_of, seed, try_task
 from oomguard._task.task import user_code
 from oomguard._task.trace import build, evaluate, make_optimizer
 
 
 def run_tiny_task(request: TaskRequest, device: Device) -> None:
     """Import the user's code and run a tiny step, which finds its errors and loads its kernels and libraries."""
-    task = load(request.content or request.name)
     seed(request.seed)
-    try_task(task, Batches(task), request.seq, device.name)
+    try_task(batches_of(request.content or request.name), request.seq, device.name)
 
 
 class TaskMeter(Meter):
@@ -30,8 +29,8 @@ class TaskMeter(Meter):
 
     def __init__(self, request: TaskRequest, device: Device) -> None:
         knobs, self.seq = request.candidate, request.seq
-        self.task = load(request.content or request.name)
-        self.batches = Batches(self.task)
+        self.batches = batches_of(request.content or request.name)
+        self.task = self.batches.task
         super().__init__(knobs, device, request.rows or knobs.microbatch * knobs.accumulation, 0, request.passes)
         seed(request.seed)
         self.model: nn.Module = build(self.task).to(device.name).train()

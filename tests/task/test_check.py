@@ -3,12 +3,21 @@
 import pytest
 from task import models
 
-from oomguard._task.check import check_task, findings
+from oomguard._estimate.target import CPU
+from oomguard._task.ask import Asker
+from oomguard._task.check import Finding, findings
+from oomguard._task.child import begin
+
+
+def checked(name: str) -> Finding:
+    """What a child would find, without a child."""
+    begin(f"task.models:{name}", 5, 1 << 40)
+    return findings()["microbatch"]
 
 
 @pytest.mark.parametrize("name", ["word_model", "dropped_out", "tagger", "translator", "forecast", "weight_drop"])
 def test_microbatches_are_exact(name: str) -> None:
-    found = findings({"source": f"task.models:{name}", "limit_bytes": 1 << 40})["microbatch"]
+    found = checked(name)
     assert found.exact, found.reason
     assert found.error < 1e-12
 
@@ -23,12 +32,13 @@ def test_microbatches_are_exact(name: str) -> None:
     ],
 )
 def test_lossy_microbatches_are_recognised_with_their_reason(name: str, reason: str) -> None:
-    found = findings({"source": f"task.models:{name}", "limit_bytes": 1 << 40})["microbatch"]
+    found = checked(name)
     assert not found.exact
     assert reason in found.reason
     assert found.error > 1e-4
 
 
 def test_flat_targets_are_exact_in_microbatches() -> None:
-    found = check_task(models.speech)["microbatch"]
+    with Asker(models.speech, CPU) as asker:
+        found = asker.check()["microbatch"]
     assert found.exact, found.reason
