@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from oomguard._report.curve import Curve
     from oomguard._search.run import Progress
     from oomguard._search.sampler import Sampler
-    from oomguard._train.loop import Result, TrainProgress
+    from oomguard._train.loop import Result, TaskResult, TrainProgress
 
 
 def estimate(
@@ -396,18 +396,38 @@ def guard(
     return make_guard(plan, budget, microbatch, device, events)
 
 
+@overload
 def train(
-    plan: "Plan | str | os.PathLike[str]",
+    plan: "TaskPlan | str | os.PathLike[str] | None", data: Task, model: None = None, **options: Any
+) -> "TaskResult": ...
+
+
+@overload
+def train(plan: "TaskPlan | None", data: str, model: None = None, **options: Any) -> "TaskResult": ...
+
+
+@overload
+def train(
+    plan: "Plan | str | os.PathLike[str]", data: Any, model: Callable[..., Any] | str | None = None, **options: Any
+) -> "Result": ...
+
+
+def train(
+    plan: "Plan | TaskPlan | str | os.PathLike[str] | None",
     data: Any,
     model: Callable[..., Any] | str | None = None,
     *,
     progress: "Callable[[TrainProgress], None] | None" = None,
     **options: Any,
-) -> "Result":
+) -> "TaskResult":
     """Train a plan, or the plan in a file, on data: a path, an array, a Dataset, or pairs (inputs, targets).
 
     Options are the fields of `TrainOptions` (`epochs`, `steps`, `lr`, `run`, `resume`, ...) and of `DataOptions`
     (`target`, `validation`, `seed`, ...). Raises `GuardError` if memory runs out on the last fallback.
+
+    A `Task`, or its name "package.module:task", takes the place of data. It has its own optimizer, scheduler and
+    validation data, so options are `seed` and those of `TrainOptions` without the learning rate. If plan is None, the
+    task is planned first, for `budget`, `device`, `batch` and `seq`.
 
     >>> import numpy as np, tempfile, warnings
     >>> plan = find_feasible_config(cell="gru", seq=8, features=2, hidden=8, batch=4, threads=1, max_probes=1)
@@ -418,17 +438,27 @@ def train(
     (20, 'done')
     """
     from oomguard._data.options import DataOptions
-    from oomguard._plan.store import load_spec_plan
+    from oomguard._plan.store import load_plan
+    from oomguard._plan.task_value import TaskPlan
     from oomguard._plan.value import Plan
     from oomguard._train import TrainOptions
     from oomguard._train.start import run_training
 
+    loaded = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
+    if loaded is None or isinstance(loaded, TaskPlan):
+        from oomguard._train.task_start import run_task_training
+
+        if model is not None:
+            raise conflict("A task has its own model", "a task", "model")
+        return run_task_training(loaded, data, options, progress)
     kinds: tuple[Any, ...] = (TrainOptions, DataOptions)
     check_names("option", options, [field for kind in kinds for field in kind.__struct_fields__])
     train_options, data_options = (
         kind(**{name: value for name, value in options.items() if name in kind.__struct_fields__}) for kind in kinds
     )
-    loaded = load_spec_plan(plan) if isinstance(plan, str | os.PathLike) else plan
+    if isinstance(data, Task):
+        rule, advice = "A task is trained with the plan of a task", "Make one: oomguard.find_feasible_config(task)."
+        raise MisuseError(rule=rule, got="this plan is for a spec", advice=advice)
     if not isinstance(loaded, Plan):
         raise MisuseError(
             rule="train takes a plan or the path of a plan file",

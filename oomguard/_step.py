@@ -20,6 +20,7 @@ from oomguard._rnn.run import autocast
 from oomguard._rnn.segmented import segmented
 from oomguard._spec.candidate import Candidate
 from oomguard._spec.spec import Spec
+from oomguard._task.task import Task
 
 Chooser = Callable[[Microbatch], Candidate]  # chooses the candidate that runs a microbatch
 Run = Callable[[Optimizer, Callable[[], object]], None]
@@ -34,13 +35,26 @@ _IN_8_BITS = {"adam": "Adam8bit", "adamw": "AdamW8bit", "sgd-momentum": "SGD8bit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
-    """The state that an update changes, and the candidate that runs it."""
+class TaskTraining:
+    """The state that an update of any model changes, and the candidate that runs it."""
 
-    model: Recurrent
+    model: nn.Module
     candidate: Candidate
     optimizer: Optimizer
     scaler: GradScaler | None = None  # scales the loss in fp16
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        device: torch.device = self.optimizer.param_groups[0]["params"][0].device
+        return device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training(TaskTraining):
+    """The state that an update of the model of a spec changes, and the candidate that runs it."""
+
+    model: Recurrent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +69,13 @@ class Outcome:
 def prepare(spec: Spec, candidate: Candidate, device: str = "cpu", lr: float = 1e-3) -> Training:
     """Make a new model with its optimizer, on a device."""
     model = build(spec).to(device)
-    scaler = GradScaler(torch.device(device).type) if candidate.precision == "fp16" else None
-    return Training(model=model, candidate=candidate, optimizer=make_optimizer(model, candidate, lr), scaler=scaler)
+    optimizer = make_optimizer(model, candidate, lr)
+    return Training(model=model, candidate=candidate, optimizer=optimizer, scaler=make_scaler(candidate, device))
+
+
+def make_scaler(candidate: Candidate, device: str) -> GradScaler | None:
+    """Make the scaler of the loss that fp16 needs; None for other precisions."""
+    return GradScaler(torch.device(device).type) if candidate.precision == "fp16" else None
 
 
 def make_optimizer(model: Recurrent, candidate: Candidate, lr: float = 1e-3) -> Optimizer:
@@ -124,7 +143,7 @@ def accumulate(
 
 
 @contextmanager
-def no_gradient_left(training: Training) -> Iterator[None]:
+def no_gradient_left(training: TaskTraining) -> Iterator[None]:
     """Clear all gradients after an update, whether it succeeds or fails."""
     done = False
     try:
@@ -136,7 +155,7 @@ def no_gradient_left(training: Training) -> Iterator[None]:
             training.scaler.update(training.scaler.get_scale())
 
 
-def update(training: Training, loss: Tensor, clip: float | None = None, run: Run | None = None) -> Outcome:
+def update(training: TaskTraining, loss: Tensor, clip: float | None = None, run: Run | None = None) -> Outcome:
     """Clip the gradient of the whole batch, and update the weights unless fp16 overflowed."""
     step = partial(offloaded_step, training.optimizer) if training.candidate.offload else training.optimizer.step
     step = step if run is None else partial(run, training.optimizer, step)
@@ -194,6 +213,17 @@ def accumulate_pieces(
             parameter.grad *= correction
         total *= correction
     return total
+
+
+def loss_on(
+    task: Task, model: nn.Module, candidate: Candidate, device: str, batch: object, *, training: bool = True
+) -> tuple[Tensor, float | None]:
+    """The loss of a task on a batch, run as a candidate: a mean and None, or a sum and its weight."""
+    from oomguard._task.trace import evaluate  # its fake tensors take memory that other trainings do not need
+
+    with as_candidate(candidate, device):
+        total, weight = evaluate(task, model, batch, training=training)
+    return total, None if weight is None else float(weight)
 
 
 @contextmanager

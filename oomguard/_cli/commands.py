@@ -204,9 +204,14 @@ def _plan(*, device: str = "cpu", output: str = "plan.json", json: bool = False,
     return _answer(json, lambda: plan_json(plan), show, code)
 
 
-@_command("train", PLAN, Data=flags.DATA, Training=flags.TRAINED, Output=[JSON])
-def _train(*, plan: str, json: bool = False, **values: Any) -> Answer:
+_TASK: dict[str, Any] = {"Plan of a task (if there is none yet)": flags.TASK_PLANNED}
+
+
+@_command("train", PLAN._replace(optional=True), Data=flags.DATA, Training=flags.TRAINED, **_TASK, Output=[JSON])
+def _train(*, plan: str | None = None, json: bool = False, **values: Any) -> Answer:
     """Train a plan on data. If memory gets tight, the guard falls back to a smaller candidate and loses nothing.
+
+    A task of your own has its data with it. Without a plan file, it is planned first.
 
     The process restarts itself with the allocator settings of the plan. Ctrl-C ends training after the current step,
     with a checkpoint. Several processes train together if torchrun starts them.
@@ -217,15 +222,20 @@ def _train(*, plan: str, json: bool = False, **values: Any) -> Answer:
     - oomguard train plan.json --data book.txt --steps 9000 --run book
     - oomguard train plan.json --data book.txt --steps 9000 --run book --resume
     - torchrun --nproc-per-node 2 -m -- oomguard train plan.json --data waves.npy
+    - oomguard train --model package.module:task --budget 6GiB --epochs 20
 
     Exit codes: 0 done, 1 out of memory on the last fallback (with a checkpoint), 2 wrong usage.
     """
-    from oomguard._plan.store import load_spec_plan
+    from oomguard._plan.store import load_plan
     from oomguard._report.progress import follow, result_json, show_training
 
-    data = parsing.read_path(values, "oomguard train")
-    options = parsing.read_options(values, [*flags.DATA[1:], *flags.TRAINED])
-    loaded = load_spec_plan(plan)
+    loaded = None if plan is None else load_plan(plan)
+    data, options = parsing.read_training(values, loaded)
+    if loaded is None:
+        from oomguard._train.task_start import plan_of_run
+
+        loaded, path = plan_of_run(data, options)
+        _restart_with(loaded.exports, path)
     _restart_with(loaded.exports)
     from oomguard._api import train
 
@@ -372,13 +382,17 @@ def _devices(*, cards: bool = False, json: bool = False, **_: Any) -> Answer:
 started_with: list[str] | None = None  # the arguments of this process, if it was started by the command
 
 
-def _restart_with(exports: dict[str, str]) -> None:
-    """Replace this process by the same command with these variables: allocators read them when a process starts."""
+def _restart_with(exports: dict[str, str], plan: Path | None = None) -> None:
+    """Replace this process by the same command with these variables: allocators read them when a process starts.
+
+    `plan` is the file of a plan that was made since the command began.
+    """
     if started_with is None or all(os.environ.get(name) == value for name, value in exports.items()):
         return
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(sys.executable, [sys.executable, "-m", "oomguard", *started_with], os.environ | exports)
+    words = [started_with[0], *([] if plan is None else [str(plan)]), *started_with[1:]]
+    os.execve(sys.executable, [sys.executable, "-m", "oomguard", *words], os.environ | exports)
 
 
 def say(text: str) -> None:

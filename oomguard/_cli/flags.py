@@ -36,6 +36,7 @@ class Flag(NamedTuple):
     negative: bool = False  # whether a switch is on by default, so that the help shows the flag that turns it off
     struct: Struct | None = None  # the struct that has the field
     fixes: bool = False  # whether it fixes a knob of a search, which has no default then
+    optional: bool = False  # whether an argument may be left out
 
     @property
     def word(self) -> str:
@@ -124,7 +125,12 @@ CUT = [
 ]
 """Data options that decide which sequences there are."""
 READ = [Flag("data", "FILE", "Data in the form of the training data."), *DATA[1:]]
-TRAINED = [*flags_of(TrainOptions), Flag("model", "NAME", "Function that builds the model: package.module:function.")]
+TRAINED = [
+    *flags_of(TrainOptions),
+    Flag("model", "NAME", "A task of your own, package.module:task, or a function that builds the model of a spec."),
+]
+TASK_PLANNED = [*HERE, *(flag for flag in SPEC_FIELDS if flag.name in ("seq", "batch"))]
+"""What a task that has no plan is planned for before its training."""
 PREDICTED = [
     Flag("output", "FILE", "File for the predictions, .npy or .csv (default: predictions.npy)."),
     Flag("probabilities", "", "Write the probabilities of all classes, not the likeliest class.", bool),
@@ -272,7 +278,9 @@ def add_command(
 
 def _argument(flag: Flag) -> inspect.Parameter:
     argument = typer.Argument(help=flag.text, metavar=flag.metavar, show_default=False)
-    return inspect.Parameter(flag.name, inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[str, argument])
+    kind, default = (str | None, None) if flag.optional else (str, inspect.Parameter.empty)
+    annotation: Any = Annotated[kind, argument]
+    return inspect.Parameter(flag.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _option(flag: Flag, panel: str | None) -> inspect.Parameter:

@@ -8,11 +8,23 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from oomguard._cli.flags import CANDIDATE, CUT, FIXED, MODEL, PRESET, SPEC, SPEC_FIELDS, Flag
+from oomguard._cli.flags import (
+    CANDIDATE,
+    CUT,
+    DATA,
+    FIXED,
+    MODEL,
+    PRESET,
+    SPEC,
+    SPEC_FIELDS,
+    TASK_PLANNED,
+    TRAINED,
+    Flag,
+)
 from oomguard._core.errors import MisuseError, conflict, flag, shown
 from oomguard._data.options import DataOptions
 from oomguard._spec.candidate import Candidate, make_candidate
@@ -20,6 +32,10 @@ from oomguard._spec.read import load_fields, make_spec, preset_fields, with_batc
 from oomguard._spec.spec import Spec
 from oomguard._task.estimate import COUNTED
 from oomguard._task.task import NAME
+
+if TYPE_CHECKING:  # a plan is made or read by other commands only
+    from oomguard._plan.task_value import TaskPlan
+    from oomguard._plan.value import Plan
 
 
 def read(values: dict[str, Any]) -> tuple[Spec, Candidate]:
@@ -43,6 +59,29 @@ def read_task(values: dict[str, Any], also: tuple[str, ...] = ()) -> tuple[str |
             advice=f"Leave it out; a task takes --seq and {', '.join(map(flag, COUNTED))}.",
         )
     return name, knobs | steps | shared
+
+
+def read_training(values: dict[str, Any], plan: "Plan | TaskPlan | None") -> tuple[str, dict[str, Any]]:
+    """The data, or the name of the task, that a plan is trained with, and the options of the training."""
+    from oomguard._plan.value import Plan
+
+    options = read_options(values, [*DATA[1:], *TRAINED, *TASK_PLANNED])
+    if isinstance(plan, Plan):
+        for option in TASK_PLANNED:
+            if option.name in values:
+                raise conflict("The plan of a spec has its own " + option.name, "a plan", option.word)
+        return read_path(values, "oomguard train"), options
+    name = options.pop("model", None)
+    if name is None or not NAME.fullmatch(name):
+        rule = (
+            "oomguard train needs a plan file, or a task" if plan is None else f"The plan is for the task {plan.task}"
+        )
+        advice = "Write it as oomguard train plan.json, or as oomguard train --model package.module:task."
+        advice = advice if plan is None else f"Add --model {plan.task}: no plan file imports code by itself."
+        raise MisuseError(rule=rule, got="got none" if name is None else f"got --model {shown(name)}", advice=advice)
+    if "data" in values:
+        raise conflict("A task has its own data", f"--model {name}", "--data")
+    return name, options
 
 
 def read_planned(values: dict[str, Any]) -> tuple[Spec, dict[str, Any]]:

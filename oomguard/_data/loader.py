@@ -70,6 +70,11 @@ class Batch:
     stream: "_Stream"
 
     @property
+    def rows(self) -> int:
+        """All sequences."""
+        return len(self.sequences)
+
+    @property
     def steps(self) -> int:
         """Real time steps of all sequences together."""
         return int(self.loader.source.lengths[self.sequences].sum())
@@ -181,7 +186,7 @@ class _Stream:
             generator=torch.Generator(),  # its own, so that dropout draws the same numbers as without workers
         )
         self.answers = iter(made)
-        self.handler = _handle_ended_children(signal.SIG_DFL)
+        self.handler = handle_ended_children(signal.SIG_DFL)
 
     def take(self, number: int, parts: list[Ints]) -> Iterator[Microbatch]:
         """The microbatches of a batch, read here if it was begun before. Those of earlier batches are thrown away."""
@@ -200,9 +205,9 @@ class _Stream:
                 self.close()
                 raise answer
         except (RuntimeError, OSError, EOFError) as error:  # the last two: it died while it handed something over
-            if isinstance(error, RuntimeError) and LOST_WORKER not in str(error):
+            self.lost = lost_worker(error)
+            if self.lost is None:
                 raise
-            self.lost = str(error).strip().partition("\n")[0] or type(error).__name__
         assert self.lost is not None, f"the workers have ended before batch {number}"
         self.close()  # after the except block, whose traceback still held the workers
         return None
@@ -210,10 +215,17 @@ class _Stream:
     def close(self) -> None:
         if self.answers is not None:
             self.answers = None
-            _handle_ended_children(self.handler)
+            handle_ended_children(self.handler)
 
 
-def _handle_ended_children(handler: Any) -> Any:
+def lost_worker(error: Exception) -> str | None:
+    """The message of an error that says that a worker has died; None if it says something else."""
+    if isinstance(error, RuntimeError) and LOST_WORKER not in str(error):
+        return None
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def handle_ended_children(handler: Any) -> Any:
     """Set the handler of SIGCHLD and return the previous one. In other threads neither Python nor PyTorch sets it."""
     if threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGCHLD"):
         return signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)

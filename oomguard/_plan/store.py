@@ -68,7 +68,7 @@ def load_spec_plan(path: str | os.PathLike[str]) -> Plan:
         raise MisuseError(
             rule="This takes the plan of a spec",
             got=f"{path} is the plan of the task {plan.task}",
-            advice="Train a task in your own loop: oomguard.stepper(plan, model, loss, optimizer).",
+            advice="Give the plan of a spec, which oomguard plan makes without a task.",
         )
     return plan
 
@@ -231,7 +231,7 @@ def _exports(plan: Plan | TaskPlan) -> Iterator[str]:
             yield f"exports.{name} is no value that a process can be started with"
 
 
-def check_device(plan: Plan, title: str, free_bytes: int) -> None:
+def check_device(plan: Plan | TaskPlan, title: str, free_bytes: int) -> None:
     """Raise unless the plan is for such a device and its peak is free there now."""
     if plan.environment.title != title:
         raise MisuseError(

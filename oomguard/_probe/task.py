@@ -4,18 +4,16 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
+from torch import nn
 
 from oomguard._device.find import Device
 from oomguard._probe.record import TaskRequest
 from oomguard._probe.sample import Meter
-from oomguard._step import accumulate_pieces, apply_gradient, as_candidate, check_optimizer
+from oomguard._step import accumulate_pieces, apply_gradient, check_optimizer, loss_on, make_scaler
 from oomguard._task.batches import mapped, tensors_of
 from oomguard._task.child import batches_of, seed, try_task
 from oomguard._task.task import user_code
-from oomguard._task.trace import build, evaluate, make_optimizer
+from oomguard._task.trace import build, make_optimizer
 
 
 def run_tiny_task(request: TaskRequest, device: Device) -> None:
@@ -36,8 +34,7 @@ class TaskMeter(Meter):
         self.model: nn.Module = build(self.task).to(device.name).train()
         self.optimizer = make_optimizer(self.task, self.model)
         check_optimizer(self.optimizer)
-        kind = torch.device(device.name).type
-        self.scaler = GradScaler(kind) if knobs.precision == "fp16" else None
+        self.scaler = make_scaler(knobs, device.name)
 
     def warm_up(self) -> None:
         """Run a step that is not timed. On the CPU a tiny batch is enough to make the optimizer's state."""
@@ -64,13 +61,7 @@ class TaskMeter(Meter):
 
     def _update(self, pieces: Iterator[Any]) -> None:
         self.optimizer.zero_grad(set_to_none=True)
+        loss_of = partial(loss_on, self.task, self.model, self.candidate, self.device.name)
         with user_code("A step of the task must run", self.task.loss, "Correct that line."):
-            accumulate_pieces(
-                ((piece, 1 / self.passes) for piece in pieces), self._loss_of, self.optimizer, self.scaler
-            )
+            accumulate_pieces(((piece, 1 / self.passes) for piece in pieces), loss_of, self.optimizer, self.scaler)
         apply_gradient(self.optimizer, self.optimizer.step, self.scaler, None)
-
-    def _loss_of(self, piece: Any) -> tuple[Tensor, float | None]:
-        with as_candidate(self.candidate, self.device.name):
-            total, weight = evaluate(self.task, self.model, piece)
-        return total, None if weight is None else float(weight)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # a search does not wait for the import of training, nor the 
 
     from oomguard._search.propose import Probe
     from oomguard._search.run import Progress
-    from oomguard._train.loop import Result, TrainProgress
+    from oomguard._train.loop import TaskResult, TrainProgress
 
 ROLES = {"calibrate": "calibrating", "explore": "trying", "confirm": "confirming"}
 PAUSE_SECONDS = 60.0  # seconds between two lines of a log without events and validations
@@ -126,7 +126,8 @@ def in_lines() -> Callable[["TrainProgress"], None]:
 
 def progress_words(progress: "TrainProgress") -> str:
     words = [f"{progress.step:,} of {progress.total:,}", f"loss {progress.loss:.4g}"]
-    words.append(f"{figure(progress.tokens_per_second)} tokens/s")
+    tokens = progress.tokens_per_second
+    words.append(f"{figure(progress.rows_per_second)} rows/s" if tokens is None else f"{figure(tokens)} tokens/s")
     if progress.peak_bytes:
         percent = 100 * progress.peak_bytes / progress.budget_bytes
         words.append(f"{percent:.0f} % of {format_bytes(progress.budget_bytes)}")
@@ -135,12 +136,12 @@ def progress_words(progress: "TrainProgress") -> str:
     return ", ".join(words)
 
 
-def result_json(result: "Result") -> dict[str, Any]:
+def result_json(result: "TaskResult") -> dict[str, Any]:
     names = ("steps", "loss", "validation_loss", "ended", "rung", "peak_bytes")
     return {"run": str(result.run)} | {name: getattr(result, name) for name in names} | result.missing._asdict()
 
 
-def show_training(result: "Result", console: "Console") -> None:
+def show_training(result: "TaskResult", console: "Console") -> None:
     say = printer(console)
     why = {"done": "Trained", "patience": "Stopped early", "interrupted": "Interrupted"}[result.ended]
     losses = [] if result.loss is None else [f"loss {result.loss:.6g}"]

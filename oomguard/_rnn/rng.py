@@ -1,7 +1,9 @@
 """Random numbers: the states of all generators that a step may draw from, and how they are set back."""
 
+import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -41,3 +43,34 @@ def set_rng_states(device: torch.device, states: Mapping[str, Tensor]) -> None:
     torch.set_rng_state(states["cpu"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def global_states() -> dict[str, Tensor]:
+    """The states of Python's and NumPy's global generators as tensors of JSON."""
+    kind, numbers, *others = np.random.get_state(legacy=True)
+    states = {"python": random.getstate(), "numpy": [kind, np.asarray(numbers).tolist(), *others]}
+    return {name: torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8) for name, state in states.items()}
+
+
+def set_global_states(states: Mapping[str, Tensor]) -> None:
+    """Let Python's and NumPy's random numbers continue from these states, as far as they are there."""
+    read = {name: json.loads(bytes(states[name].tolist())) for name in ("python", "numpy") if name in states}
+    if "python" in read:
+        version, numbers, gauss = read["python"]
+        random.setstate((version, tuple(numbers), gauss))
+    if "numpy" in read:
+        np.random.set_state(tuple(read["numpy"]))
+
+
+@contextmanager
+def seeded(*numbers: int) -> Iterator[None]:
+    """Let the random numbers of Python, NumPy and PyTorch on the CPU follow from these numbers for a while."""
+    restore = remember_all(torch.device("cpu"))
+    number = int(np.random.SeedSequence(numbers).generate_state(1, np.uint32)[0])
+    random.seed(number)
+    np.random.seed(number)
+    torch.default_generator.manual_seed(number)  # torch.manual_seed would seed the cards too
+    try:
+        yield
+    finally:
+        restore()

@@ -183,7 +183,12 @@ def split(batch: Any, layout: Layout, rows: int) -> list[Any]:
         if axis.kind == "unknown":
             raise _unsplittable(path, "it depends on the number of rows, and it is not known how")
     total = count_rows(batch, layout)
-    return [_cut(batch, batch, layout, (), start, min(start + rows, total), total) for start in range(0, total, rows)]
+    return [take(batch, layout, start, min(start + rows, total)) for start in range(0, total, rows)]
+
+
+def take(batch: Any, layout: Layout, start: int, stop: int) -> Any:
+    """Some rows of a batch."""
+    return _cut(batch, batch, layout, (), start, stop, count_rows(batch, layout))
 
 
 def _unsplittable(path: Path, why: str) -> MisuseError:

@@ -18,6 +18,7 @@ from oomguard._core.errors import MisuseError, OomguardError, shown
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import DataLoader
 
 NAME = re.compile(r"[A-Za-z_][\w.]*:[\w.]+")
@@ -33,6 +34,7 @@ class Task:
     `model` is a function that builds the module, or the module itself. `loss(model, batch)` returns the mean loss, or
     `(sum, weight)`, so that microbatches of unequal weight add up exactly. Batches come from `data`, a DataLoader, or
     from `batch`, a function of rows and time steps. `optimizer` is a function of the parameters; the default is Adam.
+    `oomguard.train` also takes a `scheduler`, a function of the optimizer, and `validation`, more data of either kind.
 
     >>> def batch(rows, steps):
     ...     import torch
@@ -55,11 +57,15 @@ class Task:
     """A function of rows and time steps that returns a batch."""
     optimizer: "Callable[[Iterator[nn.Parameter]], Optimizer] | None" = None
     """A function of the parameters that returns the optimizer; None means `torch.optim.Adam`."""
+    scheduler: "Callable[[Optimizer], LRScheduler] | None" = None
+    """A function of the optimizer that returns a scheduler of the learning rate, which steps after every update."""
+    validation: "DataLoader[Any] | Callable[[int, int], Any] | None" = None
+    """Data whose loss is computed after every epoch: a DataLoader, or a function like `batch`, for one batch."""
 
     def __post_init__(self) -> None:
-        for name, optional in (("model", False), ("loss", False), ("batch", True), ("optimizer", True)):
+        for name in ("model", "loss", "batch", "optimizer", "scheduler"):
             value = getattr(self, name)
-            if not callable(value) and not (optional and value is None):
+            if not callable(value) and (name in ("model", "loss") or value is not None):
                 advice = f"Write it as Task({name}=..., ...) with the function itself, not its result."
                 raise MisuseError(rule=f"{name} must be a function", got=f"got {shown(value)}", advice=advice)
         if (self.data is None) == (self.batch is None):
@@ -69,7 +75,9 @@ class Task:
                 advice="Give data=loader, or batch=a function of rows and time steps.",
             )
         if self.data is not None:
-            _check_loader(self.data)
+            _check_loader("data", self.data)
+        if self.validation is not None and not callable(self.validation):
+            _check_loader("validation", self.validation)
         if _required(self.loss) not in (2, 3):
             raise MisuseError(
                 rule=f"The loss must be {_FORMS}",
@@ -95,7 +103,7 @@ def _required(function: Callable[..., Any]) -> int:
     return sum(one.kind in positional and one.default is one.empty for one in parameters)
 
 
-def _check_loader(loader: Any) -> None:
+def _check_loader(name: str, loader: Any) -> None:
     missing = [name for name in ("dataset", "collate_fn", "batch_size") if not hasattr(loader, name)]
     if missing:
         got, advice = f"got {shown(loader)}", "Wrap the dataset: torch.utils.data.DataLoader(dataset)."
@@ -106,7 +114,7 @@ def _check_loader(loader: Any) -> None:
         got, advice = "this loader has batch_size=None", "Let the loader collate (batch_size=8), or give batch=."
     else:
         return
-    raise MisuseError(rule="data must be a DataLoader whose samples have indices", got=got, advice=advice)
+    raise MisuseError(rule=f"{name} must be a DataLoader whose samples have indices", got=got, advice=advice)
 
 
 def name_of(task: Task | str) -> str:
@@ -115,6 +123,20 @@ def name_of(task: Task | str) -> str:
         return task
     made: Any = task.model if hasattr(task.model, "__qualname__") else type(task.model)
     return f"{made.__module__}:{made.__qualname__}"
+
+
+def goes_by(task: Task, name: str) -> bool:
+    """Whether a plan or a run of that name is one of the task. Nothing is imported, whatever it names."""
+    module, _, path = name.partition(":")
+    own_module, _, own_path = name_of(task).partition(":")
+    main = sys.modules["__main__"]
+    mains = {"__main__", Path(getattr(main, "__file__", None) or "__main__").stem}  # names of the script that runs
+    if path == own_path and (module == own_module or "__main__" in (module, own_module)):
+        return True
+    found: Any = main if module in mains else sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found is task
 
 
 def line_of(function: Any) -> str:
@@ -196,7 +218,7 @@ def packed(task: Task) -> bytes:
     try:
         return bytes(cloudpickle.dumps(task))
     except Exception as error:  # pickling calls the user's code
-        parts = ("model", "loss", "data", "batch", "optimizer")
+        parts = ("model", "loss", "data", "batch", "optimizer")  # the others are not sent
         part = next((name for name in parts if not _can_be_sent(getattr(task, name))), "task")
         raise MisuseError(
             rule="A task is sent to a child process",

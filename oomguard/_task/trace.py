@@ -71,7 +71,7 @@ def call_loss(task: Task, model: nn.Module, batch: Any) -> Any:
         return task.loss(model, batch, *state)
 
 
-def evaluate(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+def evaluate(task: Task, model: nn.Module, batch: Any, *, training: bool = True) -> tuple[Tensor, Any]:
     """The loss of a batch as a sum and its weight; the weight of a mean is None."""
     result = call_loss(task, model, batch)
     total, weight = result[:2] if isinstance(result, tuple | list) and len(result) >= 2 else (result, None)
@@ -80,7 +80,7 @@ def evaluate(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         advice = "Return the mean over the batch, or (sum, weight)."
         got = f"{line_of(task.loss)} returned {what}"
         raise MisuseError(rule="The loss must be one number", got=got, advice=advice)
-    if total.grad_fn is None:
+    if training and total.grad_fn is None:
         got = f"{line_of(task.loss)} returned a loss without a gradient"
         advice = "Compute it from the model's output, without detach, item or torch.no_grad."
         raise MisuseError(rule="The loss must depend on the parameters", got=got, advice=advice)

@@ -22,7 +22,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import msgspec
-from torch import Tensor
+from torch import Tensor, nn
 
 from oomguard._core.errors import MisuseError, flag, shown
 from oomguard._core.system import file_errors, opened, sync_directory, write_all
@@ -34,7 +34,8 @@ from oomguard._guard.ladder import LadderPosition
 from oomguard._rnn.model import Recurrent, build
 from oomguard._spec.candidate import Candidate
 from oomguard._spec.spec import Spec
-from oomguard._step import Training
+from oomguard._step import TaskTraining
+from oomguard._task.task import Task
 from oomguard._train.tensors import OptimizerState, TensorFile, file_pieces, get_state, put_state, put_weights, weights
 
 Model = Callable[[Spec], Recurrent] | str | None
@@ -75,6 +76,8 @@ class TrainState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     normaliser: Normaliser | None = None  # how numbers were scaled; None: not at all
     model: str | None = None
     """The function that built the model, as package.module:function; None: the spec's own model."""
+    task: str | msgspec.UnsetType = msgspec.UNSET  # the name of the task; not in the file: the model of a spec
+    schedule: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET  # state of the scheduler of a task that has one
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -82,7 +85,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     version: int
     step: int  # optimizer steps made when it was saved
-    spec: Spec
+    spec: Spec | None = None  # None: the model of a task
     candidate: Candidate
     optimizer: OptimizerState = msgspec.field(name="state")
     state: TrainState = msgspec.field(name="facts")
@@ -92,9 +95,9 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return TensorFile(Path(self.directory) / TENSORS)
 
 
-def save(directory: str | os.PathLike[str], training: Training, state: TrainState, keep: int = 3) -> Path:
+def save(directory: str | os.PathLike[str], training: TaskTraining, state: TrainState, keep: int = 3) -> Path:
     """Write a checkpoint, then remove all but the last `keep`. Returns its directory."""
-    home, spec, candidate = Path(directory), training.model.spec, training.candidate
+    home, spec, candidate = Path(directory), _spec_of(training.model), training.candidate
     optimizer, tensors = get_state(training)
     content = Checkpoint(
         version=VERSION, step=state.step, spec=spec, candidate=candidate, optimizer=optimizer, state=state
@@ -213,13 +216,14 @@ def _open(path: Path) -> Checkpoint | str:
     return msgspec.structs.replace(checkpoint, directory=str(path))
 
 
-def restore(checkpoint: Checkpoint, training: Training) -> None:
+def restore(checkpoint: Checkpoint, training: TaskTraining) -> None:
     """Let a training continue where the checkpoint was saved: its next step is the one that would have come then.
 
     The spec must be the same. The candidate may differ, as long as its optimizer has the same state.
     """
-    if checkpoint.spec != training.model.spec:
-        raise _spec_error(checkpoint.spec, training.model.spec)
+    if checkpoint.spec != _spec_of(training.model):
+        raise _spec_error(checkpoint.spec, _spec_of(training.model))
+    _check_weights(checkpoint, training.model)
     saved, optimizer = checkpoint.optimizer, training.optimizer
     if saved.optimizer != type(optimizer).__name__ or len(saved.groups) != len(optimizer.param_groups):
         raise MisuseError(
@@ -230,16 +234,39 @@ def restore(checkpoint: Checkpoint, training: Training) -> None:
     put_state(training, saved, checkpoint.tensors())
 
 
-def load_weights(checkpoint: Checkpoint, model: Recurrent) -> None:
+def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Give a model the weights of a checkpoint. Batch, sequence length and optimizer may differ."""
-    file = checkpoint.tensors()
-    for name, weight in weights(model).items():
-        if name not in file.names or file.read(name).shape != weight.shape:
-            raise _spec_error(checkpoint.spec, model.spec, ignored=_NOT_IN_WEIGHTS)
-    put_weights(model, file)
+    _check_weights(checkpoint, model)
+    put_weights(model, checkpoint.tensors())
 
 
-def _spec_error(old: Spec, new: Spec, ignored: tuple[str, ...] = ()) -> MisuseError:
+def _check_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """Raise unless a checkpoint has all weights of a model, in their shapes, and no others."""
+    file, own = checkpoint.tensors(), weights(model)
+    differing = {name for name in file.names if name.startswith("model.")} ^ own.keys()
+    for name, weight in own.items():
+        if name in differing or file.read(name).shape != weight.shape:
+            differing.add(name)
+    spec = _spec_of(model)
+    if differing and checkpoint.spec is not None and spec is not None:
+        raise _spec_error(checkpoint.spec, spec, ignored=_NOT_IN_WEIGHTS)
+    if differing:
+        raise MisuseError(
+            rule="A checkpoint can only be used with the model it was made with",
+            got=f"{min(differing).removeprefix('model.')} is not the same",
+            advice="Build the model in the same way, or give another directory.",
+        )
+
+
+def _spec_of(model: nn.Module) -> Spec | None:
+    return model.spec if isinstance(model, Recurrent) else None
+
+
+def _spec_error(old: Spec | None, new: Spec | None, ignored: tuple[str, ...] = ()) -> MisuseError:
+    if old is None or new is None:
+        rule, which = "A run continues with the kind of model it began with", {True: "a task", False: "a spec"}
+        got = f"that was {which[old is None]}'s and is {which[new is None]}'s"
+        return MisuseError(rule=rule, got=got, advice="Give another directory.")
     names = [field.name for field in msgspec.structs.fields(Spec) if field.name not in ignored]
     pairs = {name: (getattr(old, name), getattr(new, name)) for name in names}
     differences = [f"{flag(name)} was {shown(a)} and is {shown(b)}" for name, (a, b) in pairs.items() if a != b]
@@ -268,6 +295,12 @@ def build_model(model: Model, spec: Spec) -> Recurrent:
             got=f"{model!r} cannot be imported ({error})",
             advice="Check the name and the import path, or pass the function itself, in Python as model=.",
         ) from None
+    if isinstance(function, Task):
+        raise MisuseError(
+            rule="A task is trained with the plan of a task",
+            got="this plan is for a spec",
+            advice=f"Make a plan of it: oomguard plan --model {shown(model).strip(chr(39))}.",
+        )
     own = function(spec)
     if not isinstance(own, Recurrent) or own.spec != spec:
         raise MisuseError(

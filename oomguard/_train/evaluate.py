@@ -106,7 +106,8 @@ def run_prediction(
         advice = "Give --output predictions.npy."
         raise MisuseError(rule="Predictions are written as .npy or .csv", got=f"got {output!r}", advice=advice)
     checkpoint = find_checkpoint(Path(run))
-    plan, spec, state = load_spec_plan(Path(run) / "plan.json"), checkpoint.spec, checkpoint.state
+    plan, state = load_spec_plan(Path(run) / "plan.json"), checkpoint.state
+    spec = checkpoint.spec or plan.spec
     if probabilities and spec.loss != "cross-entropy":
         advice = "Leave --probabilities out."
         raise MisuseError(rule="Probabilities need classes", got="this run predicts numbers", advice=advice)

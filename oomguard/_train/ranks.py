@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 
 from oomguard._core.errors import GuardError, MisuseError, TornUpdateError
 from oomguard._data.source import Ints
 from oomguard._guard import another_process_failed
-from oomguard._rnn.model import Recurrent, trainable
+from oomguard._rnn.model import trainable
 from oomguard._spec.spec import Spec
 
 DONE, TORN, FAILED = 0, 1, 2  # outcome of work that all processes do; the largest counts
@@ -70,14 +70,14 @@ class Ranks:
         if self.world > 1:
             torch.manual_seed(int(np.random.SeedSequence((seed, self.rank, step)).generate_state(1, np.uint64)[0]))
 
-    def complete_gradients(self, model: Recurrent) -> None:
+    def complete_gradients(self, model: nn.Module) -> None:
         """Give zeros to weights without a gradient: this process's share of the batch may be empty."""
         if self.world > 1:
             for parameter in trainable(model):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
 
-    def sum_gradients(self, model: Recurrent, loss: Tensor) -> Tensor:
+    def sum_gradients(self, model: nn.Module, loss: Tensor) -> Tensor:
         """Sum gradients and loss over all processes. Each is a share of the mean over all targets.
 
         They are summed in place, all at once. Buckets, as in DDP, would be copies for which memory could run out here,

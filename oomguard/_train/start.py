@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -21,17 +21,19 @@ from oomguard._guard import Guard
 from oomguard._guard.events import Events
 from oomguard._guard.ladder import LadderPosition
 from oomguard._plan.store import check_device, save_plan
+from oomguard._plan.task_value import TaskPlan
 from oomguard._plan.value import Plan
 from oomguard._step import Training, make_optimizer, prepare
 from oomguard._train import TrainOptions
 from oomguard._train.checkpoint import CHECKPOINTS, Checkpoint, Model, TrainState, build_model, load, name_of, restore
-from oomguard._train.loop import Result, TrainConfig, Trainer, TrainProgress
+from oomguard._train.loop import Result, RunConfig, SpecTrainer, TaskResult, TrainConfig, Trainer, TrainProgress
 from oomguard._train.ranks import join
 
 SHARED_MEMORY = Path("/dev/shm")  # where processes share memory on Linux
 _MAY_CHANGE = {"--workers", "--cache", "--format", "--nan", "--targets", "path", "targets"}
 """Data options and descriptions that may differ after a resume. A description shows what such an option changes, and
 files may have moved."""
+Config = TypeVar("Config", bound=RunConfig)
 
 
 def run_training(
@@ -45,14 +47,9 @@ def run_training(
     """Run a plan on data; with `options.resume`, from the newest checkpoint of the run."""
     directory = Path(options.run or f"runs/{plan.spec.cell}-{plan.spec.steps}")
     _check(plan, options, data_options)
+    check_environment(plan)
     with join(plan.where.device, plan.spec) as ranks:
-        checkpoint = load(directory / CHECKPOINTS)
-        if checkpoint is not None and not options.resume:
-            raise MisuseError(
-                rule="A new run needs a directory of its own",
-                got=f"{directory} has a run at step {checkpoint.step:,}",
-                advice="Add --resume to continue it, or give another --run.",
-            )
+        checkpoint = find_start(directory, resume=options.resume)
         ranks.agree([0])  # no process writes a checkpoint before all have looked for one
         opened = open_data(data, plan.spec, data_options, None if checkpoint is None else checkpoint.state.normaliser)
         if checkpoint is None:  # otherwise the data was checked at the start of the run
@@ -67,14 +64,30 @@ def run_training(
             model=model,
             progress=progress,
         )
-        return _run(config, checkpoint)
+        result = run_from(config, checkpoint, _trainer)
+    assert isinstance(result, Result), "the trainer of a spec has a model of a spec"
+    return result
 
 
-def _run(config: TrainConfig, checkpoint: Checkpoint | None) -> Result:
+def find_start(directory: Path, *, resume: bool) -> Checkpoint | None:
+    """The newest checkpoint of a run that is resumed; None for a new one, which must have its directory for itself."""
+    checkpoint = load(directory / CHECKPOINTS)
+    if checkpoint is not None and not resume:
+        raise MisuseError(
+            rule="A new run needs a directory of its own",
+            got=f"{directory} has a run at step {checkpoint.step:,}",
+            advice="Add --resume to continue it, or give another --run.",
+        )
+    return checkpoint
+
+
+def run_from(
+    config: Config, checkpoint: Checkpoint | None, make: Callable[[Config, Checkpoint | None], Trainer]
+) -> TaskResult:
     """Train. After a torn update, go back to the last checkpoint once and update one parameter at a time."""
     careful = False
     while True:
-        trainer = _trainer(config, checkpoint)
+        trainer = make(config, checkpoint)
         trainer.guard.updates.careful = careful
         try:
             return trainer.run()
@@ -96,12 +109,16 @@ def _check(plan: Plan, options: TrainOptions, data_options: DataOptions) -> None
                 got=f"got --validation {data_options.validation:g}",
                 advice=f"Leave {flag(name)} out, or give --validation a share such as 0.1.",
             )
+
+
+def check_environment(plan: Plan | TaskPlan) -> None:
+    """Warn if the process was not started with the settings of the allocator that the plan relies on."""
     missing = [f"{name}={value}" for name, value in plan.exports.items() if os.environ.get(name) != value]
     if missing:
         warnings.warn(
             f"The plan's peak was measured with {' '.join(missing)} in the environment, which a process reads when it "
             "starts. Start Python with these variables, or use the command oomguard train.",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
@@ -118,27 +135,43 @@ def _trainer(config: TrainConfig, checkpoint: Checkpoint | None) -> Trainer:
     if checkpoint is None:
         check_device(plan, device.title(), device.budget().limit_bytes)
     else:
-        state = _resumed_state(checkpoint, state, plan)
+        state = resumed_state(checkpoint, state, plan)
     training = _training(config, device)
     if checkpoint is not None:
         restore(checkpoint, training)
-    events = Events(config.directory / "events.jsonl") if ranks.first else None
-    guard = Guard(plan, device=device, events=events, position=state.ladder, agree=ranks.agree)
-    trainer = Trainer(config, training, _loader(config, device), guard, state)
-    if checkpoint is not None:
-        guard.tell("resume", f"The run was resumed at step {state.step:,}.", rung=guard.rung)
-        return trainer
-    if ranks.first:
-        save_plan(plan, config.directory / "plan.json")
-    trainer.save()
-    if any(data.missing):
-        guard.tell("data", f"Of all sequences, {data.missing.words()}.", **data.missing._asdict())
+    trainer = SpecTrainer(config, training, _loader(config, device), make_guard(config, device, state), state)
+    begin(trainer, resumed=checkpoint is not None)
+    if checkpoint is None and any(data.missing):
+        trainer.guard.tell("data", f"Of all sequences, {data.missing.words()}.", **data.missing._asdict())
     return trainer
 
 
-def _resumed_state(checkpoint: Checkpoint, new: TrainState, plan: Plan) -> TrainState:
+def make_guard(config: RunConfig, device: Device, state: TrainState) -> Guard:
+    """The guard of a training, on the rung that it was on."""
+    events = Events(config.directory / "events.jsonl") if config.ranks.first else None
+    return Guard(config.plan, device=device, events=events, position=state.ladder, agree=config.ranks.agree)
+
+
+def begin(trainer: Trainer, *, resumed: bool) -> None:
+    """Log that a run was resumed, or store the plan and the first checkpoint of a new one."""
+    if resumed:
+        reason = f"The run was resumed at step {trainer.state.step:,}."
+        trainer.guard.tell("resume", reason, rung=trainer.guard.rung)
+        return
+    if trainer.ranks.first:
+        save_plan(trainer.config.plan, trainer.config.directory / "plan.json")
+    trainer.save()
+
+
+def resumed_state(checkpoint: Checkpoint, new: TrainState, plan: Plan | TaskPlan) -> TrainState:
     """The state of a checkpoint. Model, data and the way the data is read must be those of a new run."""
     state = checkpoint.state
+    if state.task != new.task:
+        raise MisuseError(
+            rule="A run continues with its own task",
+            got=f"that was {state.task or 'the model of a spec'} and is {new.task or 'the model of a spec'}",
+            advice="Give another --run.",
+        )
     if state.model != new.model:
         raise MisuseError(
             rule="A run continues with its own model",
@@ -151,7 +184,7 @@ def _resumed_state(checkpoint: Checkpoint, new: TrainState, plan: Plan) -> Train
             raise MisuseError(
                 rule="A run continues with its own data",
                 got=f"its {name} was {shown(before.get(name))} and is {shown(now.get(name))}",
-                advice="Give the same --data and its options, or another --run.",
+                advice="Give the same data and options, or another --run.",
             )
     candidates = [plan.candidate, *(fallback.candidate for fallback in plan.fallbacks)]
     if checkpoint.candidate in candidates[state.ladder.rung : state.ladder.rung + 1]:

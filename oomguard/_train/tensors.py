@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from oomguard._core.errors import MisuseError
-from oomguard._rnn.rng import rng_states, set_rng_states
-from oomguard._step import Training
+from oomguard._rnn.rng import global_states, rng_states, set_global_states, set_rng_states
+from oomguard._step import TaskTraining
 
 _RUN_OPTIONS = ("params", "foreach", "fused", "capturable", "differentiable")
 """Entries of an optimizer's group that follow from the candidate, which may differ after a resume."""
@@ -59,10 +59,10 @@ class OptimizerState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     scaler: dict[str, Any] | None = None  # state of the loss scaler for fp16; None: there is none
 
 
-def get_state(training: Training) -> tuple[OptimizerState, dict[str, Tensor]]:
+def get_state(training: TaskTraining) -> tuple[OptimizerState, dict[str, Tensor]]:
     """The state of a training as it is now. The tensors are its own, not copies."""
     tensors = weights(training.model)
-    tensors |= {f"random.{name}": state for name, state in rng_states(training.model.device).items()}
+    tensors |= {f"random.{name}": state for name, state in (rng_states(training.device) | global_states()).items()}
     kept: dict[str, dict[str, Entry]] = {}
     for name, parameter in training.model.named_parameters():
         for key, value in training.optimizer.state.get(parameter, {}).items():
@@ -123,7 +123,7 @@ def put_weights(model: torch.nn.Module, file: TensorFile) -> None:
             value.copy_(file.read(name))
 
 
-def put_state(training: Training, state: OptimizerState, file: TensorFile) -> None:
+def put_state(training: TaskTraining, state: OptimizerState, file: TensorFile) -> None:
     """Give a training the state that `get_state` returned, bit for bit."""
     put_weights(training.model, file)
     optimizer, names = training.optimizer, {p: name for name, p in training.model.named_parameters()}
@@ -140,11 +140,13 @@ def put_state(training: Training, state: OptimizerState, file: TensorFile) -> No
     if training.scaler is not None and state.scaler is not None:
         training.scaler.load_state_dict(state.scaler)
     # last, since nothing after it may draw random numbers
-    states = {name: file.read(f"random.{name}").clone() for name in ("cpu", "cuda") if f"random.{name}" in file.names}
-    set_rng_states(training.model.device, states)
+    generators = ("cpu", "cuda", "python", "numpy")
+    states = {name: file.read(f"random.{name}").clone() for name in generators if f"random.{name}" in file.names}
+    set_rng_states(training.device, states)
+    set_global_states(states)
 
 
-def _device_of(training: Training, group: dict[str, Any], parameter: Tensor, key: str) -> torch.device:
+def _device_of(training: TaskTraining, group: dict[str, Any], parameter: Tensor, key: str) -> torch.device:
     """The device on which the optimizer expects an entry of its state.
 
     PyTorch keeps the step counter on the CPU unless a kernel on the card reads it (torch 2.13, optimizer.py,

@@ -1,0 +1,251 @@
+"""Trains a task: its own model, loss, data, optimizer and scheduler, with the knobs of its plan, under the guard."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from oomguard._core.errors import MisuseError, shown
+from oomguard._data.options import DataOptions
+from oomguard._data.order import Position
+from oomguard._data.source import Ints
+from oomguard._device.find import open_device
+from oomguard._guard import Guard
+from oomguard._plan.store import check_device
+from oomguard._plan.task_value import TaskPlan
+from oomguard._rnn.rng import remember_all, remember_random
+from oomguard._step import Outcome, TaskTraining, accumulate_pieces, check_optimizer, loss_on, make_scaler
+from oomguard._task.batches import Axis, Layout, mapped, take
+from oomguard._task.child import seed
+from oomguard._task.task import Task, user_code
+from oomguard._task.trace import build, make_optimizer
+from oomguard._train.checkpoint import Checkpoint, TrainState, restore
+from oomguard._train.evaluate import in_microbatches
+from oomguard._train.loop import RunConfig, Trainer
+from oomguard._train.start import begin, make_guard, resumed_state
+from oomguard._train.task_data import MadeBatches, TaskBatch, TaskLoader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskConfig(RunConfig):
+    """The parts of the training of a task that stay the same."""
+
+    plan: TaskPlan
+    task: Task
+    name: str  # the name of the task, as the run began with it
+    seed: int
+
+
+class TaskTrainer(Trainer):
+    """The training of a task."""
+
+    config: TaskConfig
+
+    def __init__(
+        self,
+        config: TaskConfig,
+        training: TaskTraining,
+        scheduler: LRScheduler | None,
+        loader: TaskLoader | MadeBatches,
+        guard: Guard,
+        state: TrainState,
+    ) -> None:
+        per_epoch = len(loader) if isinstance(loader, TaskLoader) else config.options.steps or 1
+        super().__init__(config, training, guard, state, per_epoch)
+        self.scheduler, self._loader = scheduler, loader
+        self.validation = _loader_of(config, config.task.validation)
+        self.layout: Layout = {part.path: Axis(part.kind, part.dimension, part.lengths) for part in config.plan.layout}
+
+    @property
+    def loader(self) -> TaskLoader | MadeBatches:
+        """The loader of the training data."""
+        return self._loader
+
+    def _lose_worker(self) -> int:
+        self._loader = replace(self._loader, workers=self._loader.workers - 1)
+        return self._loader.workers
+
+    def _accumulate(self, batch: TaskBatch) -> Tensor:
+        training = self.training
+        candidate = self.guard.ladder[0].candidate  # lower rungs have fewer rows, see Guard.rows
+        loss_of = partial(loss_on, self.config.task, training.model, candidate, str(training.device))
+        return accumulate_pieces(self._pieces(batch), loss_of, training.optimizer, training.scaler)
+
+    def _pieces(self, batch: TaskBatch) -> Iterator[tuple[Any, float]]:
+        """The microbatches of a batch, each with its share of the rows."""
+        if self.layout:
+            yield from self.guard.pieces(self._on_device(batch.content))
+            return
+        repeat_random, size = remember_random(), self.guard.rows
+        for start in range(0, batch.rows, size):
+            stop = min(start + size, batch.rows)
+            repeat_random()
+            yield self._take(batch, start, stop), (stop - start) / batch.rows
+
+    def _take(self, batch: TaskBatch, start: int, stop: int) -> Any:
+        """Some rows of a batch on the device."""
+        if self.layout:
+            part = take(batch.content, self.layout, start, stop)
+        elif self.config.task.data is not None:  # its samples: they are collated here
+            part = self.config.task.data.collate_fn(batch.content[start:stop])
+        elif stop - start == batch.rows:
+            part = batch.content
+        else:
+            advice = "Return tensors with one dimension for the rows, or plan a smaller batch."
+            raise MisuseError(rule="batch(rows, steps) must be splittable", got="its rows are not known", advice=advice)
+        return self._on_device(part)
+
+    def _on_device(self, batch: Any) -> Any:
+        return mapped(lambda tensor: tensor.to(self.training.device), batch)
+
+    def _begin_step(self) -> None:
+        """The optimizer has its learning rate from the task."""
+
+    def _end_step(self, outcome: Outcome) -> None:
+        if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau) and not outcome.skipped:
+            with user_code("The scheduler must step after every update", self.config.task.scheduler, "Correct it."):
+                self.scheduler.step()
+
+    def _for_checkpoint(self) -> TrainState:
+        if self.scheduler is None:
+            return self.state
+        return msgspec.structs.replace(self.state, schedule=_plain(self.scheduler.state_dict()))
+
+    def _evaluate(self) -> float | None:
+        """The mean loss of the validation data. It draws its own random numbers."""
+        if self.validation is None:
+            return None
+        count = None if isinstance(self.validation, TaskLoader) else 1
+        restore_random = remember_all(self.training.device)
+        seed(self.config.seed)
+        with _as_evaluated(self.training.model), torch.no_grad():
+            losses = [
+                loss for batch in islice(self.validation.batches(Position()), count) for loss in self._losses(batch)
+            ]
+        restore_random()
+        loss = sum(total for total, _ in losses) / (sum(weight for _, weight in losses) or 1.0)
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step(loss)
+        return loss
+
+    def _losses(self, batch: TaskBatch) -> Iterator[tuple[float, float]]:
+        """Sum and weight of the loss of each microbatch of an evaluation. A mean counts as often as it has rows."""
+        task, training = self.config.task, self.training
+        candidate = msgspec.structs.replace(self.guard.candidate, segments=1)
+
+        def loss_of(rows: Ints) -> tuple[float, float]:
+            piece = self._take(batch, int(rows[0]), int(rows[-1]) + 1)
+            total, weight = loss_on(task, training.model, candidate, str(training.device), piece, training=False)
+            return (float(total) * len(rows), len(rows)) if weight is None else (float(total), weight)
+
+        rows = self.config.plan.evaluation_rows or self.guard.rows
+        for _, loss in in_microbatches(np.arange(batch.rows), rows, loss_of):
+            yield loss
+
+
+@contextmanager
+def _as_evaluated(model: nn.Module) -> Iterator[None]:
+    """Put all layers into evaluation mode, and then back into the mode that each was in."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def make_trainer(config: TaskConfig, checkpoint: Checkpoint | None) -> TaskTrainer:
+    """A trainer of a task at its first step, or where the checkpoint was saved."""
+    plan, task = config.plan, config.task
+    device = open_device(plan.where.device)
+    loader = _loader_of(config, task.data if task.batch is None else task.batch)
+    assert loader is not None, "a task has data or batch"
+    state = TrainState(task=config.name, data=_describe(loader), data_options=DataOptions(seed=config.seed))
+    if checkpoint is None:
+        check_device(plan, device.title(), device.budget().limit_bytes)
+    else:
+        state = resumed_state(checkpoint, state, plan)
+    seed(config.seed)
+    model = build(task).to(device.name).train()
+    optimizer = make_optimizer(task, model)
+    check_optimizer(optimizer)
+    scheduler = _make_scheduler(task, optimizer)
+    scaler = make_scaler(plan.candidate, device.name)
+    training = TaskTraining(model=model, candidate=plan.candidate, optimizer=optimizer, scaler=scaler)
+    if checkpoint is not None:
+        if scheduler is not None and state.schedule:
+            scheduler.load_state_dict(_formed_like(scheduler.state_dict(), state.schedule))
+        restore(checkpoint, training)  # last, since it restores the random numbers
+    guard = make_guard(config, device, state)
+    trainer = TaskTrainer(config, training, scheduler, loader, guard, state)
+    begin(trainer, resumed=checkpoint is not None)
+    return trainer
+
+
+def _make_scheduler(task: Task, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+    if task.scheduler is None:
+        return None
+    with user_code("scheduler(optimizer) must make a scheduler", task.scheduler, "Correct that line."):
+        scheduler = task.scheduler(optimizer)
+    if isinstance(scheduler, ReduceLROnPlateau) and task.validation is None:
+        got, advice = "the task has none", "Give the task validation=, or take another scheduler."
+        raise MisuseError(rule="ReduceLROnPlateau needs a validation loss", got=got, advice=advice)
+    return scheduler
+
+
+def _loader_of(config: TaskConfig, data: Any) -> TaskLoader | MadeBatches | None:
+    """The loader of a task's data, or of its validation data; None if there is none."""
+    plan, is_validation = config.plan, data is config.task.validation
+    if data is None:
+        return None
+    if not callable(data):
+        rows = None if is_validation else plan.batch
+        workers = getattr(data, "num_workers", 0)
+        return TaskLoader(data=data, rows=rows, seed=config.seed, workers=workers, collates=bool(plan.layout))
+    assert plan.seq is not None, "the plan of a task whose batches are made has a length"
+    return MadeBatches(make=data, rows=plan.batch, seq=plan.seq, seed=config.seed)
+
+
+def _describe(loader: TaskLoader | MadeBatches) -> dict[str, Any]:
+    """What a resumed run must have in common with the one before."""
+    if isinstance(loader, MadeBatches):
+        return {"batch": loader.rows, "length": loader.seq}
+    return {"batch": loader.rows, "number of samples": len(loader.data.dataset)}  # type: ignore[arg-type]
+
+
+def _plain(state: Any) -> Any:
+    """The state of a scheduler as JSON has it."""
+    if isinstance(state, dict):
+        return {str(key): _plain(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [*map(_plain, state)]
+    if state is None or isinstance(state, str | bool):
+        return state
+    if isinstance(state, int):
+        return int(state)
+    try:
+        return float(state)
+    except (TypeError, ValueError):
+        advice = "Keep only numbers, text and lists of them in its state_dict."
+        raise MisuseError(rule="A scheduler must be storable", got=f"it has {shown(state)}", advice=advice) from None
+
+
+def _formed_like(fresh: Any, state: Any) -> Any:
+    """A stored state with the types and the keys that it has in a fresh scheduler."""
+    if isinstance(fresh, dict) and isinstance(state, dict):
+        keys = {str(key): key for key in fresh}
+        read = {keys.get(key, key): _formed_like(fresh.get(keys.get(key, key)), value) for key, value in state.items()}
+        return read if type(fresh) is dict else type(fresh)(read)
+    if isinstance(fresh, list | tuple) and isinstance(state, list):
+        parts = [_formed_like(old, new) for old, new in zip(fresh, state, strict=False)] + state[len(fresh) :]
+        return type(fresh)(parts)
+    return state
