@@ -206,7 +206,8 @@ class _Search:
         for precision in others:  # on the CPU, half precision is not known to save memory
             if best is None or not self._is_whole(best):
                 best = self._better(best, self._largest(self.plain._replace(precision=precision), margin))
-        if "segments" in fixed or not self.curves.usual.step.cells or (best is not None and not self.is_open):
+        reached = self.curves.usual.step.cells or self.curves.usual.time
+        if "segments" in fixed or not reached or (best is not None and not self.is_open):
             return best
         if self.useless or not self._usable("segments"):
             return best
@@ -316,6 +317,7 @@ class _Search:
             plain_bytes=curves[self.plain].peak_bytes(batch),
             evaluation_rows=None if evaluation is None else evaluation.largest(self.budget_bytes, TRACE_ERROR) or None,
             layout=_parts(curves.usual.layout),
+            time=_parts(curves.usual.time),
             row_bytes=curves.usual.row_bytes,
             notes=(*curves.usual.notes, *self.notes),
             records=tuple(self.records),

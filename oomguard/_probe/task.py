@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import msgspec
 from torch import nn
 
 from oomguard._device.find import Device
@@ -13,6 +14,7 @@ from oomguard._step import accumulate_pieces, apply_gradient, check_optimizer, l
 from oomguard._task.batches import mapped, tensors_of
 from oomguard._task.child import batches_of, seed, try_task
 from oomguard._task.task import user_code
+from oomguard._task.times import in_segments, time_of
 from oomguard._task.trace import build, make_optimizer
 
 
@@ -28,7 +30,8 @@ class TaskMeter(Meter):
     def __init__(self, request: TaskRequest, device: Device) -> None:
         knobs, self.seq = request.candidate, request.seq
         self.batches = batches_of(request.content or request.name)
-        self.task = self.batches.task
+        self.task, segments = in_segments(self.batches.task, knobs.segments, time_of(self.batches))
+        self.way = msgspec.structs.replace(knobs, segments=segments)
         super().__init__(knobs, device, request.rows or knobs.microbatch * knobs.accumulation, 0, request.passes)
         seed(request.seed)
         self.model: nn.Module = build(self.task).to(device.name).train()
@@ -61,7 +64,7 @@ class TaskMeter(Meter):
 
     def _update(self, pieces: Iterator[Any]) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        loss_of = partial(loss_on, self.task, self.model, self.candidate, self.device.name)
+        loss_of = partial(loss_on, self.task, self.model, self.way, self.device.name)
         with user_code("A step of the task must run", self.task.loss, "Correct that line."):
             accumulate_pieces(((piece, 1 / self.passes) for piece in pieces), loss_of, self.optimizer, self.scaler)
         apply_gradient(self.optimizer, self.optimizer.step, self.scaler, None)

@@ -8,13 +8,13 @@ that need gradients, so that they become inputs of the autograd function.
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from oomguard._batch import leaves_of, map_leaves
 from oomguard._core.errors import MisuseError, check_whole, shown
@@ -156,6 +156,7 @@ class _Loop(NamedTuple):
     sizes: list[int]  # tensors of the state before each piece, and after the last
     inputs: int  # tensors of the inputs
     autocast: tuple[str, torch.dtype, bool]
+    modes: list[TorchFunctionMode]  # such as that of `segmented`; backward passes run without them
 
 
 def run_loop(
@@ -174,7 +175,9 @@ def run_loop(
         results = [part.clone() for part in before] + [torch.cat(parts) for parts in zip(*made, strict=True)]
     if torch.is_grad_enabled():
         others, sizes = [*used.found.values()], [len(state) for state in (*borders, before)]
-        loop = _Loop(run_piece, spans, marks, others, sizes, len(inputs), autocast_setting(device.type))
+        setting = autocast_setting(device.type)
+        modes: list[TorchFunctionMode] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        loop = _Loop(run_piece, spans, marks, others, sizes, len(inputs), setting, modes)
         apply: Callable[..., tuple[Tensor, ...]] = _Recomputed.apply
         results = [*apply(loop, results, *state, *inputs, *others, *itertools.chain(*borders))]
     return results[: len(before)], results[len(before) :]
@@ -205,7 +208,9 @@ class _Recomputed(torch.autograd.Function):
         # tensors with a graph of their own become leaves, so that a piece's backward pass ends there
         others = [tensor if tensor.is_leaf else tensor.detach().requires_grad_() for tensor in loop.others]
         instead = _Replaced({id(a): b for a, b in zip(loop.others, others, strict=True) if a is not b})
-        with torch.enable_grad(), torch.autocast(*loop.autocast), instead:
+        with torch.enable_grad(), torch.autocast(*loop.autocast), ExitStack() as stack:
+            for mode in (*loop.modes, instead):
+                stack.enter_context(mode)
             for i, (start, steps) in reversed([*enumerate(loop.spans)]):
                 size = loop.sizes[i]
                 first = [borders.pop() for _ in range(size)][::-1]

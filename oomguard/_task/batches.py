@@ -379,7 +379,7 @@ class Batches:
 
     def steps_of(self, batch: Any) -> int:
         """Time steps of a batch: the dimension of its largest part that grows with longer samples."""
-        short, long = (self._pair(index) for index in (0, 1))
+        short, long = (self.pair(index) for index in (0, 1))
         best, other = (0, 0), dict(leaves(long))
         parts = dict(leaves(batch))
         for path, part in leaves(short):
@@ -391,7 +391,8 @@ class Batches:
                     best = max(best, (int(np.prod(part.shape)), int(parts[path].shape[grown[0]])))
         return best[1]
 
-    def _pair(self, longer: int) -> Any:
+    def pair(self, longer: int) -> Any:
+        """Two rows of the shortest samples or, with `longer`, of longer ones."""
         if self.samples is None:
             return self.make(2, TINY_STEPS + 8 * longer)
         return self.samples.make(self.samples.nearest(1, None if longer else 0) * 2)

@@ -16,6 +16,7 @@ from oomguard._rnn.segmented import segmented
 from oomguard._task.batches import TINY_STEPS, Batches, count_rows, mapped
 from oomguard._task.child import seed, subject
 from oomguard._task.task import Task
+from oomguard._task.times import in_segments, time_of
 from oomguard._task.trace import build, evaluate
 
 ROWS, MICROBATCH = 6, 2  # rows of the tiny batch, and of the microbatches that it is split into
@@ -82,11 +83,15 @@ def check_microbatch(trial: Trial) -> Finding:
 
 
 def check_segments(trial: Trial) -> Finding:
-    """Compare the gradient of recurrent calls in segments with that of whole ones."""
+    """Compare the gradient in segments with that of the whole batch: of recurrent calls or, with a state, of a loss."""
     whole = _whole(trial)[0]
     plain = trial.gradient([whole], [ROWS])
-    with segmented(SEGMENTS):
-        difference = _difference(plain, trial.gradient([whole], [ROWS]))
+    try:
+        task, segments = in_segments(trial.task, SEGMENTS, time_of(trial.batches))
+        with segmented(segments):
+            difference = _difference(plain, trial._replace(task=task).gradient([whole], [ROWS]))
+    except MisuseError as error:
+        return Finding("segments", False, float("inf"), str(error))
     again = difference > TOLERANCE and _difference(plain, trial.gradient([whole], [ROWS])) > TOLERANCE
     reason = "The loss is random in a way that seeds do not govern." if again else "Segments change the gradient."
     return Finding("segments", difference <= TOLERANCE, difference, reason * (difference > TOLERANCE))

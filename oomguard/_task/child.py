@@ -17,6 +17,7 @@ from oomguard._device.cpu import Cpu
 from oomguard._estimate.target import Target
 from oomguard._task.batches import Batches, Layout, mapped, tensors_of
 from oomguard._task.task import USUAL_ROWS, Task, line_of, resolve
+from oomguard._task.times import in_segments, time_of
 from oomguard._task.trace import Trace, build, evaluate, make_optimizer, mean_of, trace
 
 PATIENCE_SECONDS = 40.0  # time for several traces of one task
@@ -50,6 +51,7 @@ class Answer:
     notes: tuple[str, ...]
     row_bytes: int  # bytes of a row of the batch
     layout: Layout  # where a batch holds its rows
+    time: Layout  # where it holds its time steps, if the loss is computed piece by piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +137,14 @@ def _answer(batches: Batches, question: Question, runtime_bytes: int) -> Answer:
     notes = [batches.samples.words] if batches.samples is not None else []
     batch = batches.make(rows, question.steps)
     row_bytes = sum(tensor.nbytes for tensor in tensors_of(batch)) // rows
-    step, why = _traced(batches.task, batch, question) if question.traced else (None, "the trace took too long")
+    step, why = _traced(batches, batch, question) if question.traced else (None, "the trace took too long")
     if step is None:
         step = _fitted(batches, question, rows, why)
         notes.append(f"It is extrapolated from a few tiny passes, since the model could not be traced ({why}).")
-    if not step.cells:
+    if not step.cells and not batches.task.piecewise:
         notes.append("The model has no recurrent calls that segments could reach: they will not help.")
     facts: dict[str, Any] = {"runtime_bytes": runtime_bytes, "row_bytes": row_bytes, "layout": batches.layout}
+    facts["time"] = time_of(batches)
     return Answer(step=step, rows=rows, notes=tuple(notes), **facts)
 
 
@@ -162,19 +165,20 @@ def try_task(batches: Batches, steps: int | None, device: str = "cpu") -> None:
     optimizer.step()
 
 
-def _traced(task: Task, batch: Any, question: Question) -> tuple[Trace | None, str]:
+def _traced(batches: Batches, batch: Any, question: Question) -> tuple[Trace | None, str]:
     """Trace the step. If fake tensors cannot run the model, there is a reason instead."""
-    model = build(task).to("cpu")
+    model = build(batches.task).to("cpu")
     try:
-        return _run(task, model, batch, question, fake=True), ""
+        return _run(batches, model, batch, question, fake=True), ""
     except Exception as error:
         cause = error.__cause__ or error if isinstance(error, OomguardError) else error
         return None, f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
 
 
-def _run(task: Task, model: torch.nn.Module, batch: Any, question: Question, *, fake: bool) -> Trace:
+def _run(batches: Batches, model: torch.nn.Module, batch: Any, question: Question, *, fake: bool) -> Trace:
     passes = 2 if question.accumulation > 1 else 1
-    options: dict[str, Any] = {"heap": question.heap, "segments": question.segments, "passes": passes, "fake": fake}
+    task, segments = in_segments(batches.task, question.segments, time_of(batches))
+    options: dict[str, Any] = {"heap": question.heap, "segments": segments, "passes": passes, "fake": fake}
     options |= {"training": question.training, "precision": question.precision}
     return trace(task, model, batch, question.target, **options)
 
@@ -191,7 +195,7 @@ def _fitted(batches: Batches, question: Question, rows: int, why: str) -> Trace:
         batch = batches.of_length(count, factor)
         points.append((count, batches.steps_of(batch)))
         seed()
-        traces.append(_run(batches.task, build(batches.task).to("cpu"), batch, question, fake=False))
+        traces.append(_run(batches, build(batches.task).to("cpu"), batch, question, fake=False))
     held_out, goal = traces[-1], (rows, batches.steps_of(whole))
     expected, measured = (max(size for size, _ in moments.values()) for moments in (
         _grown(traces[:-1], points[:-1], points[-1]), held_out.moments

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 import oomguard
 
@@ -154,6 +155,20 @@ def test_segments_may_be_inside_a_scan() -> None:
     leaves = [*rnn.parameters(), inputs]
     plain = gradients(loop, step, leaves, doubles(1, 2, 4), inputs)
     assert furthest(gradients(in_segments(2), step, leaves, doubles(1, 2, 4), inputs), plain) < 1e-10
+
+
+def test_function_modes_of_the_forward_pass_see_the_recomputation_too() -> None:
+    cell, seen = nn.GRUCell(3, 4), list[Callable[..., Any]]()
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        _, outputs = oomguard.scan(lambda s, x: (cell(x, s),) * 2, torch.zeros(2, 4), torch.randn(7, 2, 3), 2)
+    torch.autograd.backward(outputs.sum())
+    assert seen.count(torch.gru_cell) == 14
 
 
 def test_a_step_that_gives_something_else_the_second_time_is_refused() -> None:

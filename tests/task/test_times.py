@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 import oomguard
 from oomguard._task.batches import Axis, Layout, find_layout
-from oomguard._task.times import cut_time, find_time
+from oomguard._task.times import cut_time, find_equal_time, find_time
 
 
 def layouts(make: Any) -> tuple[Layout, Layout]:
@@ -45,6 +45,15 @@ def test_a_part_with_several_entries_for_each_step_is_cut_with_it() -> None:
         [*range(6)],
         [*range(6, 12)],
     ]
+
+
+def test_equally_long_samples_have_their_time_beside_the_rows() -> None:
+    def make(rows: int, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.zeros(rows, 8, 3), torch.zeros(rows, 8), torch.arange(rows)
+
+    rows = find_layout(None, make(2, 8), make(3, 8), make(2, 8), make(2, 8))
+    pieces = cut_time(make(4, 8), find_equal_time(make(2, 8), rows), 2)
+    assert [[tuple(part.shape) for part in piece] for piece in pieces] == [[(4, 4, 3), (4, 4), (4,)]] * 2
 
 
 @pytest.mark.parametrize(
