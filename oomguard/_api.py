@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import msgspec
 
@@ -21,6 +21,9 @@ from oomguard._task.task import USUAL_ROWS, Task
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+    from torch import nn
+
+    Model = TypeVar("Model", bound=nn.Module)
 
     from oomguard._guard import Guard
     from oomguard._plan.find import Question
@@ -499,6 +502,30 @@ def predict(
 
     check_names("option", options, DataOptions.__struct_fields__)
     return run_prediction(run, data, options, output=output, probabilities=probabilities, device=device, model=model)
+
+
+def load_weights(run: str | os.PathLike[str], model: "Model") -> "Model":
+    """Give a model the weights of a run, the best by validation or else the last, and return it.
+
+    The model is one that was built as that of the training. Its weights stay on the device where they are.
+
+    >>> import tempfile, torch, warnings
+    >>> task = Task(model=lambda: torch.nn.GRU(3, 4), loss=lambda model, batch: model(batch)[0].mean(),
+    ...             batch=lambda rows, steps: torch.randn(steps, rows, 3))
+    >>> plan = find_feasible_config(task, batch=4, steps=5, threads=1)
+    >>> with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings(action="ignore"):
+    ...     result = train(plan, task, steps=2, run=directory)
+    ...     model = load_weights(directory, torch.nn.GRU(3, 4))
+    >>> torch.equal(model.weight_hh_l0, result.model.weight_hh_l0)
+    True
+    """
+    from pathlib import Path
+
+    from oomguard._train.checkpoint import load_weights as load_into
+    from oomguard._train.evaluate import find_checkpoint
+
+    load_into(find_checkpoint(Path(run)), model)
+    return model
 
 
 def _split(fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # imported where it is used, since --json does not need it
 FITS, DOES_NOT_FIT, MISUSE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
 """Exit codes. The last two are those of the shell: 128 plus the number of the signal."""
 
-PLAN = Flag("plan", "PLAN", "Plan file, written by oomguard plan.")
+PLAN = Flag("plan", "PLAN", "Plan file, written by oomguard plan, or the directory of a run.")
 RUN = Flag("run", "RUN", "Directory of a training run, written by oomguard train.")
 CARDS = Flag("cards", "", "List the cards that --device knows by name.", bool)
 
@@ -235,6 +235,8 @@ def _train(*, plan: str | None = None, json: bool = False, **values: Any) -> Ans
         from oomguard._train.task_start import plan_of_run
 
         loaded, path = plan_of_run(data, options)
+        if not json:
+            say(str(loaded))
         _restart_with(loaded.exports, path)
     _restart_with(loaded.exports)
     from oomguard._api import train

@@ -46,7 +46,7 @@ def save_plan(plan: Plan | TaskPlan, path: str | os.PathLike[str]) -> Path:
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan | TaskPlan:
-    """Read a plan, and check that nothing in it contradicts anything else. Nothing is imported, whatever it names.
+    """Read a plan, or that of a run, and check that nothing in it contradicts anything else. It imports nothing.
 
     >>> import oomguard, tempfile
     >>> plan = oomguard.find_feasible_config(cell="gru", seq=1000, device="t4")
@@ -54,7 +54,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan | TaskPlan:
     ...     load_plan(save_plan(plan, f"{directory}/plan.json")) == plan
     True
     """
-    source = Path(path)
+    source = Path(path) / "plan.json" if Path(path).is_dir() else Path(path)
     with file_errors(_RULE, source, _ADVICE, use="read"):
         if source.stat().st_size > MAX_FILE_BYTES:
             raise OSError(0, f"it is larger than {format_bytes(MAX_FILE_BYTES)}")

@@ -32,7 +32,7 @@ class TaskRung(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class TaskPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to run a task: `oomguard.find_feasible_config(task)` makes it, `oomguard.stepper` runs it.
+    """How to run a task: `oomguard.find_feasible_config(task)` makes it, `oomguard.train` and `stepper` run it.
 
     >>> import oomguard, torch
     >>> task = oomguard.Task(model=lambda: torch.nn.GRU(3, 4), loss=lambda model, batch: model(batch)[0].mean(),
@@ -112,6 +112,13 @@ class TaskPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def to_dict(self) -> dict[str, Any]:
         """The plan as its JSON has it."""
         return dict(msgspec.to_builtins(self))
+
+    def __str__(self) -> str:
+        """The result in a few sentences."""
+        from oomguard._report.task import summarize_task
+
+        summary = summarize_task(self)
+        return "\n".join([summary.title, *summary.sentences])
 
     def _repr_html_(self) -> str:
         """The plan as a notebook shows it."""

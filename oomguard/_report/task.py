@@ -21,13 +21,17 @@ def explain_task(plan: TaskPlan) -> list[Section]:
 
 def show_task_result(plan: TaskPlan, path: Path | None, console: "Console") -> None:
     """Print the summary of a new plan, and where it was written."""
-    result, why, evidence = _result(plan), _why(plan), _evidence(plan)
-    sentences = result.sentences + why.sentences[1:] + evidence.sentences
-    show_sections([Section(title=result.title, sentences=sentences)], console)
+    show_sections([summarize_task(plan)], console)
     if path is not None:
         say = printer(console)
         say("")
         say(f"Written to {path}. Everything about it: oomguard show {path}")
+
+
+def summarize_task(plan: TaskPlan) -> Section:
+    """The result, what it rests on and its evidence, without tables."""
+    result, why, evidence = _result(plan), _why(plan), _evidence(plan)
+    return Section(title=result.title, sentences=result.sentences + why.sentences[1:] + evidence.sentences)
 
 
 def _result(plan: TaskPlan) -> Section:
@@ -91,7 +95,8 @@ def _fallbacks(plan: TaskPlan) -> Section:
 
 
 def _start(plan: TaskPlan) -> Section:
-    use = "In your training loop, step(batch) replaces loss.backward() and optimizer.step()."
+    use = "The command trains the task. In your own loop, step(batch) replaces loss.backward() and optimizer.step()."
     exports = [f"export {name}={shlex.quote(value)}" for name, value in plan.exports.items()]
+    command = f"oomguard train plan.json --model {shlex.quote(plan.task)}"
     code = 'step = oomguard.stepper(oomguard.load_plan("plan.json"), model, loss, optimizer)'
-    return Section(title="Start", sentences=(use,), lines=(*exports, code))
+    return Section(title="Start", sentences=(use,), lines=(command, *exports, code))

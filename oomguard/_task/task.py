@@ -141,7 +141,7 @@ def goes_by(task: Task, name: str) -> bool:
     found: Any = main if module in mains else sys.modules.get(module)
     for part in path.split("."):
         found = getattr(found, part, None)
-    return found is task
+    return task.model in (found, getattr(found, "model", None))  # of a copy with other data, too
 
 
 def line_of(function: Any) -> str:

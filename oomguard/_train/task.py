@@ -62,11 +62,12 @@ class TaskTrainer(Trainer):
         per_epoch = len(loader) if isinstance(loader, TaskLoader) else config.options.steps or 1
         super().__init__(config, training, guard, state, per_epoch)
         self.scheduler, self._loader = scheduler, loader
-        self.validation = _loader_of(config, config.task.validation)
+        self.validation = None if config.task.validation is None else _loader_of(config, config.task.validation, None)
+        if isinstance(self.validation, TaskLoader):
+            self.validation.order(0)  # finds its errors before the training
         self.layout = layout_of(config.plan.layout)
-        self.task, self._segments = in_segments(
-            config.task, config.plan.candidate.segments, layout_of(config.plan.time)
-        )
+        segments, time = config.plan.candidate.segments, layout_of(config.plan.time)
+        self.task, self._segments = in_segments(config.task, segments, time)
 
     @property
     def loader(self) -> TaskLoader | MadeBatches:
@@ -86,7 +87,7 @@ class TaskTrainer(Trainer):
 
     def _pieces(self, batch: TaskBatch) -> Iterator[tuple[Any, float]]:
         """The microbatches of a batch, each with its share of the rows."""
-        if self.layout:
+        if self.layout and batch.collate is None:
             yield from self.guard.pieces(self._on_device(batch.content))
             return
         repeat_random, size = remember_random(), self.guard.rows
@@ -97,15 +98,10 @@ class TaskTrainer(Trainer):
 
     def _take(self, batch: TaskBatch, start: int, stop: int) -> Any:
         """Some rows of a batch on the device."""
-        if self.layout:
-            part = take(batch.content, self.layout, start, stop)
-        elif self.config.task.data is not None:  # its samples: they are collated here
-            part = self.config.task.data.collate_fn(batch.content[start:stop])
-        elif stop - start == batch.rows:
-            part = batch.content
+        if batch.collate is not None:
+            part = batch.collate(batch.content[start:stop])
         else:
-            advice = "Return tensors with one dimension for the rows, or plan a smaller batch."
-            raise MisuseError(rule="batch(rows, steps) must be splittable", got="its rows are not known", advice=advice)
+            part = batch.content if stop - start == batch.rows else take(batch.content, self.layout, start, stop)
         return self._on_device(part)
 
     def _on_device(self, batch: Any) -> Any:
@@ -172,8 +168,7 @@ def make_trainer(config: TaskConfig, checkpoint: Checkpoint | None) -> TaskTrain
     """A trainer of a task at its first step, or where the checkpoint was saved."""
     plan, task = config.plan, config.task
     device = open_device(plan.where.device)
-    loader = _loader_of(config, task.data if task.batch is None else task.batch)
-    assert loader is not None, "a task has data or batch"
+    loader = _loader_of(config, task.batch if task.data is None else task.data, plan.batch)
     state = TrainState(task=config.name, data=_describe(loader), data_options=DataOptions(seed=config.seed))
     if checkpoint is None:
         check_device(plan, device.title(), device.budget().limit_bytes)
@@ -182,7 +177,7 @@ def make_trainer(config: TaskConfig, checkpoint: Checkpoint | None) -> TaskTrain
     seed(config.seed)
     model = build(task).to(device.name).train()
     optimizer = make_optimizer(task, model)
-    check_optimizer(optimizer)
+    _check_parameters(optimizer, model)
     scheduler = _make_scheduler(task, optimizer)
     scaler = make_scaler(plan.candidate, device.name)
     training = TaskTraining(model=model, candidate=plan.candidate, optimizer=optimizer, scaler=scaler)
@@ -196,6 +191,17 @@ def make_trainer(config: TaskConfig, checkpoint: Checkpoint | None) -> TaskTrain
     return trainer
 
 
+def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    check_optimizer(optimizer)
+    own = {*model.parameters()}
+    if not all(parameter in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise MisuseError(
+            rule="The optimizer of a task must update parameters of its model",
+            got=f"this {type(optimizer).__name__} has others",
+            advice="Make the other parameters part of the model: then checkpoints have them too.",
+        )
+
+
 def _make_scheduler(task: Task, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
     if task.scheduler is None:
         return None
@@ -207,15 +213,14 @@ def _make_scheduler(task: Task, optimizer: torch.optim.Optimizer) -> LRScheduler
     return scheduler
 
 
-def _loader_of(config: TaskConfig, data: Any) -> TaskLoader | MadeBatches | None:
-    """The loader of a task's data, or of its validation data; None if there is none."""
-    plan, is_validation = config.plan, data is config.task.validation
-    if data is None:
-        return None
+def _loader_of(config: TaskConfig, data: Any, rows: int | None) -> TaskLoader | MadeBatches:
+    """The loader of the data of a task, or of its validation data, with its own batches or with so many rows."""
+    plan = config.plan
     if not callable(data):
-        rows = None if is_validation else plan.batch
         workers = getattr(data, "num_workers", 0)
-        return TaskLoader(data=data, rows=rows, seed=config.seed, workers=workers, collates=bool(plan.layout))
+        # the layout is that of batches of the training data; others are collated microbatch by microbatch
+        known = bool(plan.layout) and data.collate_fn is getattr(config.task.data, "collate_fn", None)
+        return TaskLoader(data=data, rows=rows, seed=config.seed, workers=workers, collates=known)
     assert plan.seq is not None, "the plan of a task whose batches are made has a length"
     return MadeBatches(make=data, rows=plan.batch, seq=plan.seq, seed=config.seed)
 

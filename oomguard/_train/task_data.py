@@ -2,7 +2,7 @@
 
 import itertools
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -28,7 +28,8 @@ class TaskBatch:
     position: Position  # where training is before this batch
     after: Position  # where training is once it is done
     rows: int
-    content: Any  # what `collate_fn` or the function returned; without collating, the list of samples
+    content: Any  # what `collate_fn` or the function returned; otherwise the list of its samples
+    collate: Callable[[list[Any]], Any] | None = None  # what is to collate samples; None: that is done
     lost: str | None = None  # the error of a worker process that has died, if one has
     steps: None = None  # nothing tells how many time steps are padding
 
@@ -53,9 +54,6 @@ class TaskLoader:
     @cached_property
     def _first(self) -> list[list[Any]]:
         order = self._draw(0)
-        if not order:
-            got, advice = "this one has none", "Add samples, or leave drop_last out."
-            raise MisuseError(rule="A loader must have batches", got=got, advice=advice)
         if order != self._draw(0):
             raise MisuseError(
                 rule="The order of the data must follow from the seed",
@@ -80,12 +78,16 @@ class TaskLoader:
                 if hasattr(part, "set_epoch"):
                     part.set_epoch(epoch)
             with user_code("The sampler must give the indices of batches", type(sampler), "Correct that line."):
-                return [list(batch) for batch in batches]
+                order = [list(batch) for batch in batches]
+        if not order:
+            got, advice = "this one has none", "Add samples, or leave drop_last out."
+            raise MisuseError(rule="A loader must have batches", got=got, advice=advice)
+        return order
 
     def batches(self, start: Position) -> Iterator[TaskBatch]:
         """The batches of an epoch, from a position on. If a worker dies, this process reads the others."""
         order, number, lost = self.order(start.epoch), start.done, None
-        workers = self.workers
+        workers, collate = self.workers, None if self.collates else self.data.collate_fn
         while number < len(order):
             keys = [(start.epoch, n, order[n]) for n in range(number, len(order))]
             with self._reading(keys, workers) as contents:
@@ -98,8 +100,14 @@ class TaskLoader:
                     last = number + 1 == len(order)
                     after = Position(epoch=start.epoch + 1) if last else Position(epoch=start.epoch, done=number + 1)
                     position = Position(epoch=start.epoch, done=number)
-                    rows = len(order[number])
-                    yield TaskBatch(position=position, after=after, rows=rows, content=content, lost=lost)
+                    yield TaskBatch(
+                        position=position,
+                        after=after,
+                        rows=len(order[number]),
+                        content=content,
+                        collate=collate,
+                        lost=lost,
+                    )
                     number += 1
 
     @contextmanager
@@ -122,12 +130,12 @@ class TaskLoader:
             prefetch_factor=data.prefetch_factor,
             generator=torch.Generator(),  # its own, so that the training draws the same numbers as without workers
         )
-        answers = iter(made)
+        contents = _until_lost(iter(made))
         handler = handle_ended_children(signal.SIG_DFL)  # see oomguard._data.loader
         try:
-            yield _until_lost(answers)
+            yield contents
         finally:
-            del answers
+            contents.close()  # ends the workers
             handle_ended_children(handler)
 
 
@@ -138,7 +146,7 @@ class _Lost:
     message: str
 
 
-def _until_lost(answers: Iterator[Any]) -> Iterator[Any]:
+def _until_lost(answers: Iterator[Any]) -> Generator[Any, None, None]:
     try:
         yield from answers
     except (RuntimeError, OSError, EOFError) as error:
@@ -188,7 +196,7 @@ def _unchanged(batch: Any) -> Any:
 def _start_worker(init: Callable[[int], None] | None, worker: int) -> None:
     """Run the user's `worker_init_fn`, which finds its own dataset."""
     info: Any = get_worker_info()
-    info.dataset = info.dataset.dataset
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # PyTorch has frozen it
     if init is not None:
         init(worker)
 

@@ -21,8 +21,10 @@ from oomguard._train.start import check_environment, find_start, run_from
 PLANNING = ("budget", "device", "batch", "seq")
 """Options for the plan of a task that has none. With a plan, they must say what it says."""
 _OF_SPECS = {*DataOptions.__struct_fields__} - {"seed"}
-_INSTEAD = {"lr": "optimizer"} | dict.fromkeys(("schedule", "warmup", "decay_every", "decay"), "scheduler")
-"""Options of the model of a spec, and the function of a task that has their place."""
+_INSTEAD = {"lr": "optimizer", "validation": "validation"} | dict.fromkeys(
+    ("schedule", "warmup", "decay_every", "decay"), "scheduler"
+)
+"""Options of the model of a spec, and the part of a task that has their place."""
 
 
 def run_task_training(
@@ -38,9 +40,10 @@ def run_task_training(
         raise MisuseError(rule="The plan of a task is trained with the task", got=f"got {shown(task)}", advice=advice)
     directory = run_directory(plan.task if plan is not None else name_of(task), train_options)
     checkpoint = find_start(directory, resume=train_options.resume)
+    known = resolve(task) if isinstance(task, str) else task
+    _check_options(known, train_options)
     plan = plan or plan_of_run(task, options)[0]
     _check_planned(plan, options)
-    known = resolve(task) if isinstance(task, str) else task
 
     def is_named(name: str) -> bool:
         return name == task or goes_by(known, name)
@@ -51,7 +54,6 @@ def run_task_training(
             got=f"it is for {plan.task}, and the task is {name_of(task)}",
             advice=f"Give {plan.task} by its name, or make a plan for this task.",
         )
-    _check_options(known, train_options)
     check_environment(plan)
     from oomguard._train.task import TaskConfig, make_trainer
 
@@ -104,7 +106,7 @@ def _read(options: Mapping[str, Any]) -> tuple[TrainOptions, int]:
         if name in _INSTEAD or name in _OF_SPECS:
             part = _INSTEAD.get(name)
             rule = f"{flag(name)} is for the model of a spec"
-            advice = "Leave it out." if part is None else f"Give the task {part}=, a function, instead."
+            advice = "Leave it out." if part is None else f"Give the task {part}= instead."
             raise MisuseError(rule=rule, got="this is a task", advice=advice)
     check_names("option", options, (*TrainOptions.__struct_fields__, "seed", *PLANNING))
     given = {name: value for name, value in options.items() if name in TrainOptions.__struct_fields__}
