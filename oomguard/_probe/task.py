@@ -33,7 +33,7 @@ class TaskMeter(Meter):
         self.task = self.batches.task
         super().__init__(knobs, device, request.rows or knobs.microbatch * knobs.accumulation, 0, request.passes)
         seed(request.seed)
-        self.model: nn.Module = build(self.task).to(device.name).train()
+        self.model: nn.Module = build(self.task, device.name).train()
         self.optimizer = make_optimizer(self.task, self.model)
         check_optimizer(self.optimizer)
         kind = torch.device(device.name).type
