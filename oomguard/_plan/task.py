@@ -113,7 +113,7 @@ class _Search:
         )
         half = self.target.card_precisions if runner is None else runner.device.precisions()
         self.half = next((one for one in ("bf16", "fp16") if one in half and "precision" in question.allow), None)
-        self.curves = Curves(asker, self.target, self.plain, self.budget_bytes, question.batch, is_open=self.is_open)
+        self.curves = Curves(asker, self.target, self.plain, self.budget_bytes, question.batch)
         self.records: list[TaskRecord] = []
         self.findings: dict[str, Finding] = {}
         self.notes: list[str] = []
@@ -229,15 +229,15 @@ class _Search:
         """The largest microbatch of a shape: the whole batch, or fewer rows if they can be accumulated."""
         batch, fixed = self.curves.batch, self.question.fixed.get("microbatch")
         if self.is_open:
-            rows = self.curves[shape].largest(self.budget_bytes, margin)
+            rows = self.curves.largest(shape, margin)
             return Choice(rows, shape, self.curves[shape]) if rows else None
         whole = shape.segments not in self.refused and (fixed or batch) >= batch
-        if whole and self.curves[shape].safe_bytes(batch, margin) <= self.budget_bytes:
+        if whole and self.curves.largest(shape, margin, batch) == batch:
             return Choice(batch, shape, self.curves[shape])
         if batch == 1 or not self._usable("microbatch"):
             return None
         shape = shape._replace(accumulates=True)
-        rows = self.curves[shape].largest(self.budget_bytes, margin, min(fixed or batch, batch - 1))
+        rows = self.curves.largest(shape, margin, min(fixed or batch, batch - 1))
         if fixed:
             rows *= rows == fixed
         elif rows:
@@ -248,7 +248,8 @@ class _Search:
         """Give segments up if they did not save memory, by a measured peak and the trace of the pass without them."""
         assert record.peak_bytes is not None
         assert record.runtime_bytes is not None
-        whole = replace(self.curves[choice.shape._replace(segments=1)], ratio=1.0, runtime_bytes=record.runtime_bytes)
+        whole = self.curves[choice.shape._replace(segments=1)]
+        whole = replace(whole, ratio=1.0, shift_bytes=None, runtime_bytes=record.runtime_bytes)
         if choice.shape.segments == 1 or record.peak_bytes < whole.peak_bytes(choice.rows):
             return
         self.useless = True

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 EVALUATED = (4, 16)  # rows of the traces of an evaluation
 CLOSE = 0.02  # a trace so close to the largest microbatch, relative to its rows, is close enough
 ROUNDS = 3  # traces that approach the largest microbatch
-PATIENCE_SECONDS = 20.0  # time for the traces of a task after which no more approach the largest microbatch
+PATIENCE_SECONDS = 40.0  # time for the traces of a task after which no more approach the largest microbatch
 
 
 class Shape(NamedTuple):
@@ -50,9 +50,8 @@ class Curve:
     waiting_bytes: int = 0  # bytes of a row that waits while a microbatch is run
     batch: int = 0  # rows that wait or run
     ratio: float = 1.0  # measured growth over traced growth
+    shift_bytes: int | None = None  # measured growth less traced growth, if it was measured on this curve
     runtime_bytes: int | None = None  # as a probe has measured it
-    measured: tuple[int, int, int] | None = None
-    """Rows and growth of a probe on this curve, and the part of that growth that does not depend on the rows."""
 
     def peak_bytes(self, rows: int) -> int:
         """The predicted peak."""
@@ -62,11 +61,11 @@ class Curve:
         share = (rows - sizes[above - 1]) / (sizes[above] - sizes[above - 1])
         both = low.moments.keys() & high.moments.keys()
         traced = max(int(low.moments[one] + share * (high.moments[one] - low.moments[one])) for one in both)
-        growth = self.ratio * (traced - int(low.terms["runtime"]) + self.waiting_bytes * max(0, self.batch - rows))
-        if self.measured is not None:  # traces may count too much that does not depend on the rows
-            known_rows, known, fixed = self.measured
-            growth = max(growth, fixed + (known - fixed) * rows / known_rows)
-        return int(self._runtime + growth)
+        growth = traced - int(low.terms["runtime"]) + self.waiting_bytes * max(0, self.batch - rows)
+        corrected = self.ratio * growth  # exact if the trace errs in what grows with the rows
+        if self.shift_bytes is not None:  # exact if it errs in the rest
+            corrected = max(corrected, growth + self.shift_bytes)
+        return int(self._runtime + corrected)
 
     @property
     def _runtime(self) -> int:
@@ -78,15 +77,18 @@ class Curve:
         return peak_bytes + int(margin * (peak_bytes - self._runtime))
 
     def largest(self, budget_bytes: int, margin: float, most: int = MAX_BATCH) -> int:
-        """The most rows that fit a budget; 0 if not even one does."""
-        low, high = 0, 1
-        while high <= most and self.safe_bytes(high, margin) <= budget_bytes:
-            low, high = high, 2 * high
-        high = min(high, most + 1)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.safe_bytes(middle, margin) <= budget_bytes else (low, middle)
-        return low
+        """The most rows that fit a budget, from the largest trace that fits on; 0 if not even one row does."""
+
+        def fits(rows: int) -> bool:
+            return rows <= most and self.safe_bytes(rows, margin) <= budget_bytes
+
+        rows, step = max(filter(fits, (int(point.candidate.microbatch) for point in self.points)), default=0), 1
+        while fits(rows + step):
+            rows, step = rows + step, 2 * step
+        while step > 1:
+            step //= 2
+            rows += step * fits(rows + step)
+        return rows
 
     def prediction(self, rows: int, margin: float) -> Prediction:
         """The predicted peak, and its margin in bytes."""
@@ -103,40 +105,64 @@ class Curve:
         assert record.peak_bytes is not None
         assert record.runtime_bytes is not None
         rows, growth = record.candidate.microbatch, record.peak_bytes - record.runtime_bytes
-        plain = replace(self, ratio=1.0, runtime_bytes=record.runtime_bytes, measured=None)
-        ratio = growth / max(1, plain.peak_bytes(rows) - record.runtime_bytes)
-        fixed = sum((record.terms or {}).get(term, 0) for term in ("weights", "gradients", "optimizer"))
-        return replace(plain, ratio=ratio, measured=(rows, growth, min(fixed, growth)))
+        plain = replace(self, ratio=1.0, shift_bytes=None, runtime_bytes=record.runtime_bytes)
+        traced = max(1, plain.peak_bytes(rows) - record.runtime_bytes)
+        return replace(plain, ratio=growth / traced, shift_bytes=growth - traced)
 
 
 class Curves:
     """The curves of a task, each traced when it is first asked for. All of them share what a probe has corrected."""
 
-    def __init__(
-        self, asker: Asker, target: Target, base: Shape, budget_bytes: int, batch: int | None, *, is_open: bool = False
-    ) -> None:
+    def __init__(self, asker: Asker, target: Target, base: Shape, budget_bytes: int, batch: int | None) -> None:
         self.asker, self.target, self.budget_bytes = asker, target, budget_bytes
         self.made: dict[Shape, Curve] = {}
-        self._began = time.monotonic()
+        self._seconds = 0.0  # spent on traces
         runs: list[dict[str, Any]] = [{"microbatch": 2}, {"microbatch": batch}]
         runs += [{"microbatch": rows, "training": False} for rows in EVALUATED]
-        small, self.usual, *evaluations = asker.trace([base.run | run for run in runs])
+        small, self.usual, *evaluations = self._trace([base.run | run for run in runs])
         self.batch = self.usual.rows  # rows of a batch
-        self._most = MAX_BATCH if is_open else self.batch  # the largest microbatch that is looked for
         self.evaluation = self._curve(base, evaluations) if len(evaluations) == len(EVALUATED) else None
         self._add(base, [small, self.usual])
 
     def __getitem__(self, shape: Shape) -> Curve:
         if shape not in self.made:
             runs = [{"microbatch": rows} for rows in (2, max(3, self.batch // 2))]
-            self._add(shape, self.asker.trace([shape.run | run for run in runs]))
+            self._add(shape, self._trace([shape.run | run for run in runs]))
         return self.made[shape]
+
+    def largest(self, shape: Shape, margin: float, most: int = MAX_BATCH) -> int:
+        """The most rows that fit the budget, or 0. Traces approach them: moments jump as blocks leave the heap."""
+        rows = self[shape].largest(self.budget_bytes, margin, most)
+        for _ in range(ROUNDS):
+            if self._is_near(shape, rows):
+                break
+            self._trace_at(shape, max(1, rows))
+            rows = self[shape].largest(self.budget_bytes, margin, most)
+        return rows
 
     def correct(self, shape: Shape, record: TaskRecord) -> None:
         """Correct all curves by the measured peak of a candidate."""
+        if not self._is_near(shape, record.candidate.microbatch):
+            self._trace_at(shape, record.candidate.microbatch)
         measured = self[shape].corrected(record)
         self.made = {other: curve.corrected_by(measured) for other, curve in self.made.items()}
         self.made[shape] = measured
+
+    def _is_near(self, shape: Shape, rows: int) -> bool:
+        """Whether a trace has about so many rows, or traces take long."""
+        distances = [abs(int(one.candidate.microbatch) - max(1, rows)) for one in self[shape].points]
+        return self._seconds > PATIENCE_SECONDS or min(distances) <= CLOSE * rows
+
+    def _trace_at(self, shape: Shape, rows: int) -> None:
+        curve, traced = self[shape], self._trace([shape.run | {"microbatch": rows}])
+        points = (*curve.points, *self._curve(shape, traced).points)
+        self.made[shape] = replace(curve, points=tuple(sorted(points, key=lambda one: int(one.candidate.microbatch))))
+
+    def _trace(self, runs: list[dict[str, Any]]) -> "list[Answer]":
+        began = time.monotonic()
+        answers = self.asker.trace(runs)
+        self._seconds += time.monotonic() - began
+        return answers
 
     def _curve(self, shape: Shape, answers: "Sequence[Answer]", **more: Any) -> Curve:
         """The curve through traces."""
@@ -146,18 +172,11 @@ class Curves:
         return Curve(points=tuple(points[rows] for rows in sorted(points)), **more)
 
     def _add(self, shape: Shape, answers: "list[Answer]") -> None:
-        """Add a curve, and traces where it meets the budget."""
+        """Add a curve through two traces at least."""
         more: dict[str, Any] = {}
         if shape.accumulates:
             more = {"waiting_bytes": self.usual.row_bytes, "batch": self.batch}
         more |= next(({"ratio": one.ratio, "runtime_bytes": one.runtime_bytes} for one in self.made.values()), {})
         if len({one.rows for one in answers}) < 2:
-            answers = [*answers, *self.asker.trace([shape.run | {"microbatch": 2 * self.batch}])]
-        for _ in range(ROUNDS):
-            rows = max(1, self._curve(shape, answers, **more).largest(self.budget_bytes, 0.0))
-            rows = min(rows, self.batch - 1 if shape.accumulates else self._most)
-            late = time.monotonic() - self._began > PATIENCE_SECONDS
-            if late or min(abs(one.rows - rows) for one in answers) <= CLOSE * rows:
-                break
-            answers = [*answers, *self.asker.trace([shape.run | {"microbatch": rows}])]
+            answers = [*answers, *self._trace([shape.run | {"microbatch": 2 * self.batch}])]
         self.made[shape] = self._curve(shape, answers, **more)

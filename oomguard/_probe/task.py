@@ -34,7 +34,7 @@ class TaskMeter(Meter):
         self.way = msgspec.structs.replace(knobs, segments=segments)
         super().__init__(knobs, device, request.rows or knobs.microbatch * knobs.accumulation, 0, request.passes)
         seed(request.seed)
-        self.model: nn.Module = build(self.task).to(device.name).train()
+        self.model: nn.Module = build(self.task, device.name).train()
         self.optimizer = make_optimizer(self.task, self.model)
         check_optimizer(self.optimizer)
         self.scaler = make_scaler(knobs, device.name)

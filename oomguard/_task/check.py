@@ -61,7 +61,7 @@ class Trial(NamedTuple):
 def findings() -> dict[str, Finding]:
     """Check every knob on the task of this process, by tiny batches."""
     batches = subject().batches
-    model = copy.deepcopy(build(batches.task)).to("cpu").double().train()
+    model = copy.deepcopy(build(batches.task)).double().train()
     trial = Trial(batches.task, model, batches)
     with _Expected():  # type: ignore[no-untyped-call]
         return {knob: check(trial) for knob, check in CHECKS.items()}

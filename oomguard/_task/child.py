@@ -151,7 +151,7 @@ def _answer(batches: Batches, question: Question, runtime_bytes: int) -> Answer:
 def try_task(batches: Batches, steps: int | None, device: str = "cpu") -> None:
     """Run one real step on a tiny batch, so that errors of the user's code are found where they can be explained."""
     task = batches.task
-    model = build(task).to(device).train()
+    model = build(task, device).train()
     optimizer = make_optimizer(task, model)
     batch = mapped(lambda tensor: tensor.to(device), batches.tiny(2, steps))
     loss = mean_of(*evaluate(task, model, batch))
@@ -167,7 +167,7 @@ def try_task(batches: Batches, steps: int | None, device: str = "cpu") -> None:
 
 def _traced(batches: Batches, batch: Any, question: Question) -> tuple[Trace | None, str]:
     """Trace the step. If fake tensors cannot run the model, there is a reason instead."""
-    model = build(batches.task).to("cpu")
+    model = build(batches.task)
     try:
         return _run(batches, model, batch, question, fake=True), ""
     except Exception as error:
@@ -195,7 +195,7 @@ def _fitted(batches: Batches, question: Question, rows: int, why: str) -> Trace:
         batch = batches.of_length(count, factor)
         points.append((count, batches.steps_of(batch)))
         seed()
-        traces.append(_run(batches, build(batches.task).to("cpu"), batch, question, fake=False))
+        traces.append(_run(batches, build(batches.task), batch, question, fake=False))
     held_out, goal = traces[-1], (rows, batches.steps_of(whole))
     expected, measured = (max(size for size, _ in moments.values()) for moments in (
         _grown(traces[:-1], points[:-1], points[-1]), held_out.moments

@@ -40,8 +40,8 @@ class Trace:
         return max(self.moments, key=lambda moment: self.moments[moment][0])
 
 
-def build(task: Task) -> nn.Module:
-    """The module of a task."""
+def build(task: Task, device: str = "cpu") -> nn.Module:
+    """The module of a task, on a device."""
     made: Any = task.model
     if not isinstance(made, nn.Module):
         with user_code("model() must build a module", made, "Correct that line."):
@@ -49,7 +49,8 @@ def build(task: Task) -> nn.Module:
     if not isinstance(made, nn.Module):
         got = f"{line_of(task.model)} returned {shown(made)}"
         raise MisuseError(rule="model() must return a torch.nn.Module", got=got, advice="Return the module.")
-    return made
+    with user_code(f"The model must move to {device}", task.model, "Give its tensors values when it is built."):
+        return made.to(device)
 
 
 def make_optimizer(task: Task, model: nn.Module) -> torch.optim.Optimizer:
