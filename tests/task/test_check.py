@@ -1,8 +1,11 @@
 """Checks of knobs: which are exact on a task, and why others are not."""
 
 import pytest
+import torch
 from task import models
+from torch import Tensor, nn
 
+from oomguard import Task
 from oomguard._task.check import check_task, findings
 
 
@@ -32,3 +35,15 @@ def test_lossy_microbatches_are_recognised_with_their_reason(name: str, reason: 
 def test_flat_targets_are_exact_in_microbatches() -> None:
     found = check_task(models.speech)["microbatch"]
     assert found.exact, found.reason
+
+
+def test_a_flat_part_whose_rows_are_in_another_order_than_guessed_is_not_split_unnoticed() -> None:
+    def interleaved(rows: int, steps: int) -> tuple[Tensor, Tensor]:
+        words = torch.randint(models.WORDS, (steps + 1, rows))
+        return words[:-1].T.contiguous(), words[1:].flatten()  # rows first, but the targets step by step
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0].T)[0].flatten(0, 1), batch[1])
+
+    found = check_task(Task(model=models.WordModel, loss=loss, batch=interleaved))["microbatch"]
+    assert not found.exact
