@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oomguard._core.errors import MisuseError
+from oomguard._core.units import format_seconds
 from oomguard._device.cpu import Cpu
 from oomguard._rnn.segmented import segmented
 from oomguard._task.ask import ask, send
@@ -41,9 +42,9 @@ def check_task(task: Task | str, *, seconds: float = SECONDS) -> dict[str, Findi
     """Compare the gradient of every knob with the plain step's on a tiny batch, in a child process."""
     try:
         found: dict[str, Finding] = ask("check", "findings", {"source": send(task, ROWS)}, seconds)
-    except TimeoutError as error:
-        advice = "Give a task with shorter samples."
-        raise MisuseError(rule="A tiny step must be quick", got=str(error), advice=advice) from None
+    except TimeoutError:  # such as a loop over many cells, on a machine that is busy
+        reason = f"It was not checked: a tiny step takes too long for a check of {format_seconds(seconds)}."
+        return {knob: Finding(knob, exact=False, error=float("inf"), reason=reason) for knob in CHECKS}
     return found
 
 

@@ -47,3 +47,9 @@ def test_a_flat_part_whose_rows_are_in_another_order_than_guessed_is_not_split_u
 
     found = check_task(Task(model=models.WordModel, loss=loss, batch=interleaved))["microbatch"]
     assert not found.exact
+
+
+def test_a_task_that_is_too_slow_to_check_keeps_its_knobs_unused() -> None:
+    found = check_task("task.models:forecast", seconds=0.01)
+    assert not any(finding.exact for finding in found.values())
+    assert "takes too long" in found["microbatch"].reason
