@@ -85,9 +85,10 @@ class Asker(AbstractContextManager["Asker", None]):
         """Compare the gradient of every knob with the plain step's on a tiny batch."""
         try:
             found: dict[str, Finding] = self._ask("check", "findings")
-        except TimeoutError as error:
-            advice = "Give a task with shorter samples."
-            raise MisuseError(rule="A tiny step must be quick", got=str(error), advice=advice) from None
+        except TimeoutError:
+            from oomguard._task.check import unchecked
+
+            return unchecked(self.seconds)
         return found
 
     def _ask(self, module: str, function: str, *arguments: Any, rows: int = 1) -> Any:

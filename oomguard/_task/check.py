@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oomguard._core.errors import MisuseError
+from oomguard._core.units import format_seconds
 from oomguard._rnn.segmented import segmented
 from oomguard._task.batches import TINY_STEPS, Batches, count_rows, mapped
 from oomguard._task.child import seed, subject
@@ -56,6 +57,12 @@ class Trial(NamedTuple):
     def rows(self, pieces: list[Any]) -> list[int]:
         """The rows of every piece."""
         return [count_rows(piece, self.batches.layout) for piece in pieces]
+
+
+def unchecked(seconds: float) -> dict[str, Finding]:
+    """What is said of knobs if a check takes too long, such as a loop over many cells on a machine that is busy."""
+    reason = f"It was not checked: a tiny step takes too long for a check of {format_seconds(seconds)}."
+    return {knob: Finding(knob, exact=False, error=float("inf"), reason=reason) for knob in CHECKS}
 
 
 def findings() -> dict[str, Finding]:
