@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from oomguard._estimate import terms
 from oomguard._estimate.call import Count, Flag, Ints, Knobs, where
 from oomguard._estimate.engines import cudnn
-from oomguard._estimate.malloc import PAGE_BYTES, reserved_bytes
+from oomguard._estimate.malloc import THRESHOLD_BYTES, reserved_bytes
 from oomguard._estimate.margins import OFFSET_BYTES, allocator_on, bare
 from oomguard._estimate.moments import TERMS, Moments, Terms, evaluation_moments, in_system_heap, training_moments
 from oomguard._estimate.passes import Pass, border_bytes, by_layer_bytes, make_pass, piece_steps, stays_on_host
@@ -158,12 +158,14 @@ def _host_bytes(step: Pass) -> Count:
 
 
 def is_fragile(spec: Spec, knobs: Knobs, target: Target) -> Flag:
-    """CPU: whether peaks vary: those of vanilla RNNs, and those of GRUs in segments with blocks smaller than a page.
+    """CPU: whether peaks vary, since much of what PyTorch's own kernels keep lives in the heap.
 
-    The blocks that one segment frees have gaps between them, into which the next segment's blocks do not fit.
+    Freed blocks leave gaps between those that stay, and later blocks do not fit all of them. Blocks of a step are small
+    if there are few rows. Most of what a vanilla RNN keeps are the nodes of its graph, which are always small.
     """
-    small: Flag = 4 * spec.hidden * knobs.microbatch < PAGE_BYTES
-    return (spec.cell == "rnn") | small & (knobs.segments > 1) & (spec.cell == "gru") if not target.cuda else False
+    small: Flag = 4 * spec.hidden * knobs.microbatch < THRESHOLD_BYTES["tight"]
+    native: Flag = (spec.cell == "gru") | np.equal(np.asarray(knobs.engine, dtype=object), "native")
+    return (spec.cell == "rnn") | small & native if not target.cuda else False
 
 
 def split(estimate: Estimate) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -20,7 +20,12 @@ OFFSET_BYTES = 64 * MIB
 """Added to measured and estimated bytes before they are compared, because errors do not shrink with small sizes. (Rows
 of 20 to 600 MiB then have errors of similar size.)"""
 MACHINE = 0.05  # standard deviation between machines (assumed): all rows are of one machine and one version of torch
-REPEAT = 0.007  # standard deviation of repeated runs, at least
+WIDER = (0, 1, 2, 3, 4), (0, 1, 2, 4), (0, 2, 4), (0, 4), (0,)  # fields that rows share with a kind, ever fewer
+LEAST = 0.002  # smallest deviation of repeated runs: peaks are counted in pages, and caches differ
+CARD_CREEP = 0.012  # share by which a card may peak higher when it runs again (assumed: no repetition is stored)
+SETTLED = 8
+"""Passes after which a peak hardly grows. (MiB after 1, 3, 8 and 30 passes in the heap `tight`, without the runtime:
+LSTM 128: 193, 193, 193, 193; GRU 48, 3 layers: 81, 81, 86, 87; vanilla RNN 96, 2 layers: 99, 99, 99, 102.)"""
 
 
 class Residual(NamedTuple):
@@ -33,7 +38,8 @@ class Residual(NamedTuple):
     fragile: bool  # whether peaks of its kind vary (`is_fragile`, breakdown.py)
     model: int
     candidate: int  # a number for the candidate: its shorter versions and its repetitions have the same
-    turn: int  # 0 for the first measurement, 1 for a repetition in a new process, with more steps
+    turn: int  # 0 for the first measurement, 1 for a repetition in a new process, with more passes
+    passes: int  # passes that were measured
     steps: float  # logarithm to base 2 of the sequence length
     error: float  # logarithm of the measured rest over the estimated one, with `OFFSET_BYTES`
 
@@ -61,16 +67,13 @@ def allocator_on(device: str, name: str | None) -> str:
 
 
 @cache
-def group(*kind: str | bool) -> tuple[Residual, ...]:
-    """The rows of a kind or, if there are few, of kinds that share less and less with it.
+def groups(*kind: str | bool) -> tuple[tuple[Residual, ...], ...]:
+    """The rows of a kind, and of kinds that share less and less with it.
 
     What a card's allocator reserves does not depend on the precision.
     """
-    for same in ((0, 1, 2, 3, 4), (0, 1, 2, 4), (0, 2, 4), (0, 2), (0,))[kind[0] == "cuda" :]:
-        rows = tuple(row for row in residuals() if all(row[index] == kind[index] for index in same))
-        if len(rows) >= FEWEST:
-            break
-    return rows
+    wider = WIDER[kind[0] == "cuda" :]
+    return tuple(tuple(row for row in residuals() if all(row[i] == kind[i] for i in same)) for same in wider)
 
 
 def quantile(errors: Iterable[float], risk: float) -> float:
@@ -79,38 +82,65 @@ def quantile(errors: Iterable[float], risk: float) -> float:
     return ordered[min(len(ordered), math.ceil((len(ordered) + 1) * (1 - risk))) - 1]
 
 
+class Differences(NamedTuple):
+    """Differences between the errors of rows."""
+
+    models: list[float]  # the mean error of each model
+    shape: list[float]  # of each candidate from the mean of its model
+    length: list[float]  # of a whole candidate from its shorter versions
+    nearest: list[float]  # of a whole candidate from the longest of them
+    few: list[float]  # of a repeated, longer run from a first run of few passes
+    settled: list[float]  # of a repeated, longer run from a first run of `SETTLED` passes
+
+
+@cache
+def differences(rows: tuple[Residual, ...]) -> Differences:
+    """Compare some rows with each other."""
+    candidates, models = defaultdict[int, list[Residual]](list), defaultdict[int, list[float]](list)
+    found = Differences([], [], [], [], [], [])
+    for row in sorted(rows, key=lambda row: (row.steps, -row.turn)):
+        candidates[row.candidate].append(row)
+    for *others, whole in candidates.values():  # the whole candidate, run for the first time, comes last
+        models[whole.model].append(whole.error)
+        again = found.settled if whole.passes >= SETTLED else found.few
+        again += [row.error - whole.error for row in others if row.turn]
+        shorter = [whole.error - row.error for row in others if not row.turn]
+        found.length.extend(shorter)
+        found.nearest.extend(shorter[-1:])
+    for errors in models.values():
+        found.models.append(fmean(errors))
+        bias = math.sqrt(len(errors) / max(1, len(errors) - 1))
+        found.shape.extend(bias * (error - found.models[-1]) for error in errors if len(errors) > 1)
+    return found
+
+
+@cache
+def enough(name: str, *kind: str | bool) -> tuple[float, ...]:
+    """The differences of a name among the rows of a kind or, if there are few, of similar kinds; perhaps none."""
+    found = [tuple[float, ...](getattr(differences(rows), name)) for rows in groups(*kind)]
+    return next((some for some in found if len(some) >= FEWEST), found[-1])
+
+
 class Spread(NamedTuple):
-    """The median of errors (logarithms), and standard deviations, from differences between stored rows."""
+    """The median of errors (logarithms), and their standard deviations."""
 
     middle: float
     level: float  # between models and machines
     shape: float  # between candidates of one model
     length: float  # between a candidate and its shorter versions
-    near: float  # between runs of nearly the same length; of repeated runs, where there are any
-    repeat: float  # between repeated runs
+    near: float  # between repeated runs; of runs of nearly the same length, where none was repeated
 
 
 @cache
-def spread(*kind: str | bool) -> Spread:
-    """The standard deviations of a kind."""
-    candidates, models = defaultdict[int, list[Residual]](list), defaultdict[int, list[float]](list)
-    lengths, nearest, repeats, shapes = list[float](), list[float](), list[float](), list[float]()
-    for row in sorted(group(*kind), key=lambda row: (row.steps, -row.turn)):
-        candidates[row.candidate].append(row)
-    for *others, whole in candidates.values():  # the whole candidate, run for the first time, comes last
-        models[whole.model].append(whole.error)
-        repeats += [row.error - whole.error for row in others if row.turn]
-        shorter = [whole.error - row.error for row in others if not row.turn]
-        lengths += shorter
-        nearest += shorter[-1:]
-    for errors in models.values():
-        bias = math.sqrt(len(errors) / max(1, len(errors) - 1))
-        shapes += [bias * (error - fmean(errors)) for error in errors if len(errors) > 1]
-    levels = [fmean(errors) for errors in models.values()]
+def spread(*kind: str | bool, settled: bool = False) -> Spread:
+    """The standard deviations of a kind, whose candidates have run few passes or (`settled`) many."""
+    rows = next((rows for rows in groups(*kind) if len(rows) >= FEWEST), groups(*kind)[-1])
+    levels = differences(rows).models
     middle = median(levels)
     level = math.hypot(_deviation(level - middle for level in levels), MACHINE)
-    near, repeat = (max(_deviation(values) / math.sqrt(2), REPEAT) for values in (repeats or nearest, repeats))
-    return Spread(middle, level, _deviation(shapes), _deviation(lengths), near, repeat)
+    shape, length = (_deviation(enough(name, *kind)) for name in ("shape", "length"))
+    repeats = enough("settled" if settled else "few", *kind) or enough("nearest", *kind)
+    return Spread(middle, level, shape, length, max(LEAST, _deviation(repeats) / math.sqrt(2)))
 
 
 def _deviation(values: Iterable[float]) -> float:
@@ -120,9 +150,13 @@ def _deviation(values: Iterable[float]) -> float:
 
 @cache
 def _surprises(device: str) -> tuple[float, ...]:
-    """How far each stored error is from the middle of its kind, in standard deviations."""
-    rows = [(row.error, spread(*row.kind)) for row in residuals() if row.device == device]
-    return tuple((error - kind.middle) / math.hypot(*kind[1:-1]) for error, kind in rows)
+    """How far the error of each whole candidate is from the middle of its kind, in standard deviations.
+
+    Shorter versions and repetitions do not count: their errors are similar.
+    """
+    rows = sorted((row for row in residuals() if row.device == device), key=lambda row: (row.steps, -row.turn))
+    wholes = [(row.error, spread(*row.kind)) for row in {row.candidate: row for row in rows}.values()]
+    return tuple((error - kind.middle) / math.hypot(*kind[1:]) for error, kind in wholes)
 
 
 def sigmas(device: str, own: Iterable[float] = ()) -> float:
@@ -134,10 +168,11 @@ def sigmas(device: str, own: Iterable[float] = ()) -> float:
 def bare(*kind: str | bool) -> float:
     """The margin of an estimate that no record has corrected, as a share of what it estimates."""
     errors = spread(*kind)
-    return max(0.0, math.expm1(errors.middle + sigmas(str(kind[0])) * math.hypot(*errors[1:-1])))
+    return max(0.0, math.expm1(errors.middle + sigmas(str(kind[0])) * math.hypot(*errors[1:])))
 
 
 @cache
-def creep(*kind: str | bool) -> float:
-    """By what share a candidate that has run may peak higher when it runs again, for longer."""
-    return math.expm1(sigmas(str(kind[0])) * spread(*kind).repeat)
+def creep(*kind: str | bool, settled: bool) -> float:
+    """By what share a candidate that has run few or many passes may peak higher when it runs again, for longer."""
+    repeats = enough("settled" if settled else "few", *kind)
+    return math.expm1(max(LEAST, quantile(repeats, RISK))) if repeats else CARD_CREEP

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from oomguard._core.units import MAX_BYTES
 from oomguard._estimate import margins, terms
 from oomguard._estimate.breakdown import Estimate, estimate_step, is_fragile, split
-from oomguard._estimate.margins import OFFSET_BYTES, allocator_on, bare, creep, spread
+from oomguard._estimate.margins import OFFSET_BYTES, SETTLED, allocator_on, bare, creep, spread
 from oomguard._estimate.target import Target
 from oomguard._predict import memory, speed
 from oomguard._predict.fit import Data, Fit, Floats, stacked
@@ -136,7 +136,8 @@ class Calibration:
             rows = of_kind & (vary == fragile)
             if not rows.any():
                 continue
-            (fit, beyond), errors = self._memory_fit(kind, fragile), spread(self.device, *kind, fragile)
+            fit, beyond = self._memory_fit(kind, fragile)
+            errors = spread(self.device, *kind, fragile, settled=self._settled(kind))
             expected, share = rest[rows], np.asarray(math.ceil(1024 * bare(self.device, *kind, fragile)) / 1024)
             if len(fit.data.values) or beyond:
                 ratio, doubt = fit.at(places[rows])
@@ -169,7 +170,7 @@ class Calibration:
         assert record.peak_bytes is not None
         growth_bytes = record.peak_bytes - (record.runtime_bytes or 0)
         fragile = bool(is_fragile(record.spec, record.candidate, self.target))
-        share = creep(self.device, *kind_of(record), fragile)
+        share = creep(self.device, *kind_of(record), fragile, settled=record.passes >= SETTLED)
         return record.peak_bytes + round(share * (growth_bytes + OFFSET_BYTES))
 
     def _estimate(self, record: Record) -> Estimate:
@@ -183,13 +184,18 @@ class Calibration:
         measured = [record.runtime_bytes or 0 for record in self.records if kind_of(record) == kind]
         return max(measured, default=int(np.max(estimate.terms["runtime"])))
 
+    def _settled(self, kind: Kind) -> bool:
+        """Whether all records of a kind ran long enough to show their whole peak."""
+        return all(record.passes >= SETTLED for record in self.records if kind_of(record) == kind)
+
     def _memory_fit(self, kind: Kind, fragile: bool) -> tuple[Fit, float]:
         """The fit of measured rests over estimated ones, and by how much a probe that ran out had exceeded it."""
         if (kind, fragile) not in self._fits:
             models = [*dict.fromkeys([model_of(self.spec), *(model_of(record.spec) for record in self.records)])]
             records = [record for record in self.records if kind_of(record) == kind]
             rows = [self._memory_row(record, fragile, models.index(model_of(record.spec))) for record in records]
-            fit = Fit(memory.terms(self.device, *kind, fragile), stacked(rows, coordinates=memory.PLACE + 1))
+            terms = memory.terms(self.device, *kind, fragile, settled=self._settled(kind))
+            fit = Fit(terms, stacked(rows, coordinates=memory.PLACE + 1))
             failed = [self._memory_row(record, fragile) for record in self._failed if kind_of(record) == kind]
             beyond = max([0.0, *(float(row.values[0] - fit.at(row.places)[0][0]) for row in failed)])
             self._fits[kind, fragile] = fit, beyond
@@ -198,7 +204,7 @@ class Calibration:
     def _memory_row(self, record: Record, fragile: bool, model: int = 0) -> Data:
         """The logarithm of the measured rest of a record over the estimated one."""
         kind, (known, rest) = kind_of(record), split(self._estimate(record))
-        errors = spread(self.device, *kind, fragile)
+        errors = spread(self.device, *kind, fragile, settled=record.passes >= SETTLED)
         if record.terms is not None:
             measured: float = record.terms["rest"] + record.terms["gradients"]
         else:

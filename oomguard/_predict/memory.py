@@ -12,18 +12,17 @@ from oomguard._predict.speed import Knobs, piece_of
 from oomguard._spec.spec import Spec
 
 MODEL, PIECES, CHUNKS, REST, ROWS, STEPS, PLACE = range(7)  # coordinates of a candidate
-RUGGED = 0.02  # share of the variance between candidates that not even neighbours share (assumed)
 
 
 @cache
-def terms(*kind: str | bool) -> tuple[Term, ...]:
+def terms(*kind: str | bool, settled: bool) -> tuple[Term, ...]:
     """The terms of a correction (a logarithm), by the stored rows of a kind."""
-    _, level, shape, length, _, _ = spread(*kind)
+    _, level, shape, length, near = spread(*kind, settled=settled)
     return (
         Term(level / math.sqrt(2)),
         Term(level / math.sqrt(2), (MODEL,)),
-        Term(shape * math.sqrt(1 - RUGGED), (MODEL, PIECES, CHUNKS, REST, ROWS)),
-        Term(shape * math.sqrt(RUGGED), (MODEL, PLACE)),
+        Term(shape, (MODEL, PIECES, CHUNKS, REST, ROWS)),
+        Term(near, (MODEL, PLACE)),  # not even neighbours share what repeated runs do not share
         Term(length, (MODEL, PIECES, CHUNKS, ROWS, STEPS)),
     )
 
