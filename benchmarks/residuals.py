@@ -15,6 +15,7 @@ from typing import Any
 from models import is_judged
 
 import oomguard
+from oomguard._core.units import MIB
 from oomguard._estimate import cards
 from oomguard._estimate.breakdown import estimate_step, is_fragile, split
 from oomguard._estimate.margins import OFFSET_BYTES, Residual
@@ -52,12 +53,13 @@ def residuals(rows: list[dict[str, Any]], kinds: tuple[str, ...] = ("tune", "rep
                     engine=str(estimate.engine),
                     allocator=str(candidate.allocator),
                     precision=candidate.precision,
-                    fragile=bool(is_fragile(spec, candidate, target)),
+                    fragile=bool(is_fragile(spec, estimate)),
                     model=int(row["model"]),
                     candidate=places.setdefault(place, len(places)),
                     turn=int(row["turn"]),
                     passes=int(row["passes"]),
                     steps=round(math.log2(spec.steps), 3),
+                    mib=round(measured / MIB, 2),
                     error=round(math.log((measured + OFFSET_BYTES) / (rest[0] + OFFSET_BYTES)), 4),
                 )
             )

@@ -21,7 +21,6 @@ OFFSET_BYTES = 64 * MIB
 of 20 to 600 MiB then have errors of similar size.)"""
 MACHINE = 0.05  # standard deviation between machines (assumed): all rows are of one machine and one version of torch
 WIDER = (0, 1, 2, 3, 4), (0, 1, 2, 4), (0, 2, 4), (0, 4), (0,)  # fields that rows share with a kind, ever fewer
-LEAST = 0.002  # smallest deviation of repeated runs: peaks are counted in pages, and caches differ
 CARD_CREEP = 0.012  # share by which a card may peak higher when it runs again (assumed: no repetition is stored)
 SETTLED = 8
 """Passes after which a peak hardly grows. (MiB after 1, 3, 8 and 30 passes in the heap `tight`, without the runtime:
@@ -41,6 +40,7 @@ class Residual(NamedTuple):
     turn: int  # 0 for the first measurement, 1 for a repetition in a new process, with more passes
     passes: int  # passes that were measured
     steps: float  # logarithm to base 2 of the sequence length
+    mib: float  # the measured rest: the peak without the sizes of tensors that are known
     error: float  # logarithm of the measured rest over the estimated one, with `OFFSET_BYTES`
 
     @property
@@ -82,42 +82,37 @@ def quantile(errors: Iterable[float], risk: float) -> float:
     return ordered[min(len(ordered), math.ceil((len(ordered) + 1) * (1 - risk))) - 1]
 
 
-class Differences(NamedTuple):
-    """Differences between the errors of rows."""
-
-    models: list[float]  # the mean error of each model
-    shape: list[float]  # of each candidate from the mean of its model
-    length: list[float]  # of a whole candidate from its shorter versions
-    nearest: list[float]  # of a whole candidate from the longest of them
-    few: list[float]  # of a repeated, longer run from a first run of few passes
-    settled: list[float]  # of a repeated, longer run from a first run of `SETTLED` passes
-
-
 @cache
-def differences(rows: tuple[Residual, ...]) -> Differences:
-    """Compare some rows with each other."""
+def differences(rows: tuple[Residual, ...]) -> dict[str, list[float]]:
+    """Compare the errors of some rows with each other.
+
+    `model`: the mean error of each model. `shape`: each candidate, against the mean of its model. `length`: a whole
+    candidate, against its shorter versions; `nearest`: against the longest of them. `few` and `settled`: a repeated,
+    longer run, against a first run of few passes or of `SETTLED`; `few_mib` and `settled_mib`: the same in MiB.
+    """
     candidates, models = defaultdict[int, list[Residual]](list), defaultdict[int, list[float]](list)
-    found = Differences([], [], [], [], [], [])
+    found = defaultdict[str, list[float]](list)
     for row in sorted(rows, key=lambda row: (row.steps, -row.turn)):
         candidates[row.candidate].append(row)
     for *others, whole in candidates.values():  # the whole candidate, run for the first time, comes last
         models[whole.model].append(whole.error)
-        again = found.settled if whole.passes >= SETTLED else found.few
-        again += [row.error - whole.error for row in others if row.turn]
+        again = "settled" if whole.passes >= SETTLED else "few"
+        found[again] += [row.error - whole.error for row in others if row.turn]
+        found[f"{again}_mib"] += [row.mib - whole.mib for row in others if row.turn]
         shorter = [whole.error - row.error for row in others if not row.turn]
-        found.length.extend(shorter)
-        found.nearest.extend(shorter[-1:])
+        found["length"] += shorter
+        found["nearest"] += shorter[-1:]
     for errors in models.values():
-        found.models.append(fmean(errors))
+        found["model"].append(fmean(errors))
         bias = math.sqrt(len(errors) / max(1, len(errors) - 1))
-        found.shape.extend(bias * (error - found.models[-1]) for error in errors if len(errors) > 1)
+        found["shape"] += [bias * (error - fmean(errors)) for error in errors if len(errors) > 1]
     return found
 
 
 @cache
 def enough(name: str, *kind: str | bool) -> tuple[float, ...]:
     """The differences of a name among the rows of a kind or, if there are few, of similar kinds; perhaps none."""
-    found = [tuple[float, ...](getattr(differences(rows), name)) for rows in groups(*kind)]
+    found = [tuple(differences(rows)[name]) for rows in groups(*kind)]
     return next((some for some in found if len(some) >= FEWEST), found[-1])
 
 
@@ -135,12 +130,12 @@ class Spread(NamedTuple):
 def spread(*kind: str | bool, settled: bool = False) -> Spread:
     """The standard deviations of a kind, whose candidates have run few passes or (`settled`) many."""
     rows = next((rows for rows in groups(*kind) if len(rows) >= FEWEST), groups(*kind)[-1])
-    levels = differences(rows).models
+    levels = differences(rows)["model"]
     middle = median(levels)
     level = math.hypot(_deviation(level - middle for level in levels), MACHINE)
     shape, length = (_deviation(enough(name, *kind)) for name in ("shape", "length"))
     repeats = enough("settled" if settled else "few", *kind) or enough("nearest", *kind)
-    return Spread(middle, level, shape, length, max(LEAST, _deviation(repeats) / math.sqrt(2)))
+    return Spread(middle, level, shape, length, _deviation(repeats) / math.sqrt(2))
 
 
 def _deviation(values: Iterable[float]) -> float:
@@ -171,8 +166,14 @@ def bare(*kind: str | bool) -> float:
     return max(0.0, math.expm1(errors.middle + sigmas(str(kind[0])) * math.hypot(*errors[1:])))
 
 
-@cache
-def creep(*kind: str | bool, settled: bool) -> float:
-    """By what share a candidate that has run few or many passes may peak higher when it runs again, for longer."""
-    repeats = enough("settled" if settled else "few", *kind)
-    return math.expm1(max(LEAST, quantile(repeats, RISK))) if repeats else CARD_CREEP
+def creep_bytes(rest_bytes: float, *kind: str | bool, settled: bool) -> int:
+    """Bytes by which a candidate that has run few or many passes may peak higher when it runs again, for longer.
+
+    They grow with the rest of the peak only where its blocks live in the heap (the last field of the kind).
+    """
+    name = "settled" if settled else "few"
+    if kind[-1] or kind[0] == "cuda":
+        repeats = enough(name, *kind)
+        share = math.expm1(quantile(repeats, RISK)) if repeats else CARD_CREEP
+        return round(max(0.0, share) * (rest_bytes + OFFSET_BYTES))
+    return round(max(0.0, quantile(enough(f"{name}_mib", *kind), RISK)) * MIB)

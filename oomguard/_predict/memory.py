@@ -15,14 +15,13 @@ MODEL, PIECES, CHUNKS, REST, ROWS, STEPS, PLACE = range(7)  # coordinates of a c
 
 
 @cache
-def terms(*kind: str | bool, settled: bool) -> tuple[Term, ...]:
+def terms(*kind: str | bool) -> tuple[Term, ...]:
     """The terms of a correction (a logarithm), by the stored rows of a kind."""
-    _, level, shape, length, near = spread(*kind, settled=settled)
+    _, level, shape, length, _ = spread(*kind)
     return (
         Term(level / math.sqrt(2)),
         Term(level / math.sqrt(2), (MODEL,)),
         Term(shape, (MODEL, PIECES, CHUNKS, REST, ROWS)),
-        Term(near, (MODEL, PLACE)),  # not even neighbours share what repeated runs do not share
         Term(length, (MODEL, PIECES, CHUNKS, ROWS, STEPS)),
     )
 

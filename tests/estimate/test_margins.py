@@ -4,11 +4,13 @@ import math
 
 import pytest
 
+from oomguard._core.units import MIB
 from oomguard._estimate.margins import (
     FEWEST,
+    OFFSET_BYTES,
     SETTLED,
     Residual,
-    creep,
+    creep_bytes,
     differences,
     enough,
     quantile,
@@ -25,30 +27,39 @@ def test_a_quantile_is_that_of_a_further_error_and_the_largest_if_there_are_few(
     assert quantile([3, 1], 0.05) == 3
 
 
-def row(candidate: int, error: float, *, model: int = 0, turn: int = 0, passes: int = 2, steps: float = 8) -> Residual:
-    return Residual(*LSTM, model, candidate, turn, passes, steps, error)
+def row(candidate: int, mib: float, *, model: int = 0, turn: int = 0, passes: int = 2, steps: float = 8) -> Residual:
+    """A row whose estimate was 100 MiB."""
+    error = math.log((mib + OFFSET_BYTES / MIB) / (100 + OFFSET_BYTES / MIB))
+    return Residual(*LSTM, model, candidate, turn, passes, steps, mib, error)
 
 
 def test_errors_are_compared_with_those_of_the_same_candidate_and_model() -> None:
-    rows = [row(0, 0.1), row(0, 0.04, steps=6), row(0, 0.09, steps=7), row(0, 0.13, turn=1, passes=12)]
-    rows += [row(1, 0.3, passes=SETTLED), row(1, 0.31, turn=1, passes=24), row(2, -0.2, model=1)]
+    rows = [row(0, 110), row(0, 104, steps=6), row(0, 109, steps=7), row(0, 113, turn=1, passes=12)]
+    rows += [row(1, 130, passes=SETTLED), row(1, 131, turn=1, passes=24), row(2, 80, model=1)]
     found = differences(tuple(rows))
-    assert found.few == pytest.approx([0.03])
-    assert found.settled == pytest.approx([0.01])
-    assert sorted(found.length) == pytest.approx([0.01, 0.06])
-    assert found.nearest == pytest.approx([0.01])
-    assert found.models == pytest.approx([0.2, -0.2])
-    assert found.shape == pytest.approx([-0.1 * math.sqrt(2), 0.1 * math.sqrt(2)])
+    assert found["few"] == pytest.approx([math.log(177 / 174)])
+    assert found["few_mib"] == [3]
+    assert found["settled_mib"] == [1]
+    assert found["length"] == pytest.approx([math.log(174 / 168), math.log(174 / 173)])
+    assert found["nearest"] == found["length"][-1:]
+    levels = [math.log(value / 164) for value in (174, 194, 144)]
+    assert found["model"] == pytest.approx([(levels[0] + levels[1]) / 2, levels[2]])
+    apart = math.sqrt(2) * (levels[1] - levels[0]) / 2
+    assert found["shape"] == pytest.approx([-apart, apart])
 
 
 def test_a_peak_of_many_passes_grows_less_than_one_of_few() -> None:
     for kind in (LSTM, GRU):
-        assert creep(*kind, settled=True) < creep(*kind, settled=False)
+        few, settled = (creep_bytes(200 * MIB, *kind, settled=settled) for settled in (False, True))
+        assert settled < few
         assert spread(*kind, settled=True).near < spread(*kind).near
 
 
-def test_a_peak_whose_blocks_live_in_the_heap_grows_more() -> None:
-    assert creep(*GRU, settled=True) > 5 * creep(*GRU[:4], False, settled=True)
+def test_a_peak_whose_blocks_live_in_the_heap_grows_more_and_with_its_size() -> None:
+    for kind, grows in ((GRU, True), ((*GRU[:4], False), False)):
+        small, large = (creep_bytes(size * MIB, *kind, settled=True) for size in (100, 400))
+        assert (large > small) == grows
+    assert large < small * 2 < creep_bytes(100 * MIB, *GRU, settled=True)
 
 
 def test_kinds_with_few_rows_are_judged_with_similar_ones() -> None:
