@@ -8,7 +8,7 @@ card shows the *reserved* bytes (all segments), while `torch.cuda.max_memory_all
 """
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from oomguard._estimate.call import Count, Flag, round_up
 
@@ -56,7 +56,7 @@ def heap_of(allocator: str | None, engine: str | None) -> str:
     return "system" if allocator == "system" else default_allocator("cpu")
 
 
-def heap_limit(allocator: ArrayLike, engine: ArrayLike) -> NDArray[np.int64]:
+def heap_limit(allocator: object, engine: object) -> NDArray[np.int64]:
     """Bytes from which blocks have pages of their own, for each of many candidates on the CPU."""
     limits = np.vectorize(lambda *names: THRESHOLD_BYTES[heap_of(*names)], otypes=[np.int64])
     return np.asarray(limits(np.asarray(allocator, dtype=object), np.asarray(engine, dtype=object)))

@@ -12,6 +12,9 @@ from importlib.resources import files
 from statistics import fmean, median
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from oomguard._core.units import MIB
 
 RISK = 0.01  # accepted probability that a peak exceeds its prediction and margin
@@ -87,8 +90,9 @@ def differences(rows: tuple[Residual, ...]) -> dict[str, list[float]]:
     """Compare the errors of some rows with each other.
 
     `model`: the mean error of each model. `shape`: each candidate, against the mean of its model. `length`: a whole
-    candidate, against its shorter versions; `nearest`: against the longest of them. `few` and `settled`: a repeated,
-    longer run, against a first run of few passes or of `SETTLED`; `few_mib` and `settled_mib`: the same in MiB.
+    candidate, against its shorter versions; `nearest`: against the longest of them. `few` and `settled`: the share by
+    which a repeated, longer run peaked higher than a first run of few passes or of `SETTLED`; `few_mib` and
+    `settled_mib`: the same in MiB.
     """
     candidates, models = defaultdict[int, list[Residual]](list), defaultdict[int, list[float]](list)
     found = defaultdict[str, list[float]](list)
@@ -97,7 +101,7 @@ def differences(rows: tuple[Residual, ...]) -> dict[str, list[float]]:
     for *others, whole in candidates.values():  # the whole candidate, run for the first time, comes last
         models[whole.model].append(whole.error)
         again = "settled" if whole.passes >= SETTLED else "few"
-        found[again] += [row.error - whole.error for row in others if row.turn]
+        found[again] += [math.expm1(row.error - whole.error) for row in others if row.turn]
         found[f"{again}_mib"] += [row.mib - whole.mib for row in others if row.turn]
         shorter = [whole.error - row.error for row in others if not row.turn]
         found["length"] += shorter
@@ -111,7 +115,7 @@ def differences(rows: tuple[Residual, ...]) -> dict[str, list[float]]:
 
 @cache
 def enough(name: str, *kind: str | bool) -> tuple[float, ...]:
-    """The differences of a name among the rows of a kind or, if there are few, of similar kinds; perhaps none."""
+    """The differences of a name among the rows of a kind or, if there are few, of similar kinds."""
     found = [tuple(differences(rows)[name]) for rows in groups(*kind)]
     return next((some for some in found if len(some) >= FEWEST), found[-1])
 
@@ -123,19 +127,16 @@ class Spread(NamedTuple):
     level: float  # between models and machines
     shape: float  # between candidates of one model
     length: float  # between a candidate and its shorter versions
-    near: float  # between repeated runs; of runs of nearly the same length, where none was repeated
 
 
 @cache
-def spread(*kind: str | bool, settled: bool = False) -> Spread:
-    """The standard deviations of a kind, whose candidates have run few passes or (`settled`) many."""
+def spread(*kind: str | bool) -> Spread:
+    """The standard deviations of a kind."""
     rows = next((rows for rows in groups(*kind) if len(rows) >= FEWEST), groups(*kind)[-1])
     levels = differences(rows)["model"]
     middle = median(levels)
     level = math.hypot(_deviation(level - middle for level in levels), MACHINE)
-    shape, length = (_deviation(enough(name, *kind)) for name in ("shape", "length"))
-    repeats = enough("settled" if settled else "few", *kind) or enough("nearest", *kind)
-    return Spread(middle, level, shape, length, _deviation(repeats) / math.sqrt(2))
+    return Spread(middle, level, *(_deviation(enough(name, *kind)) for name in ("shape", "length")))
 
 
 def _deviation(values: Iterable[float]) -> float:
@@ -166,14 +167,27 @@ def bare(*kind: str | bool) -> float:
     return max(0.0, math.expm1(errors.middle + sigmas(str(kind[0])) * math.hypot(*errors[1:])))
 
 
-def creep_bytes(rest_bytes: float, *kind: str | bool, settled: bool) -> int:
-    """Bytes by which a candidate that has run few or many passes may peak higher when it runs again, for longer.
+class Repeats(NamedTuple):
+    """By how much a candidate that has run may peak higher when it runs again, for longer.
 
-    They grow with the rest of the peak only where its blocks live in the heap (the last field of the kind).
+    Where its blocks live in the heap (the last field of the kind), and on a card, by a share of the peak; elsewhere by
+    some bytes, whatever the peak.
     """
-    name = "settled" if settled else "few"
-    if kind[-1] or kind[0] == "cuda":
-        repeats = enough(name, *kind)
-        share = math.expm1(quantile(repeats, RISK)) if repeats else CARD_CREEP
-        return round(max(0.0, share) * (rest_bytes + OFFSET_BYTES))
-    return round(max(0.0, quantile(enough(f"{name}_mib", *kind), RISK)) * MIB)
+
+    deviation: float  # the standard deviation of one run
+    most: float  # exceeded with a probability of `RISK`
+    by_share: bool
+
+    def bytes_of(self, figure: float, rest: NDArray[np.float64]) -> NDArray[np.float64]:
+        """One of the figures in bytes, for candidates with such rests of their peaks."""
+        return np.asarray(figure * (rest + OFFSET_BYTES if self.by_share else np.full_like(rest, MIB)))
+
+
+@cache
+def repeats(*kind: str | bool, settled: bool) -> Repeats:
+    """How the peaks of a kind repeat after a first run of few passes or (`settled`) of many."""
+    by_share = bool(kind[-1]) or kind[0] == "cuda"
+    if kind[0] == "cuda":
+        return Repeats(_deviation(enough("nearest", *kind)) / math.sqrt(2), CARD_CREEP, by_share)
+    grown = enough(("settled" if settled else "few") + ("" if by_share else "_mib"), *kind)
+    return Repeats(_deviation(grown) / math.sqrt(2), max(0.0, quantile(grown, RISK)), by_share)

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from oomguard._core.units import MAX_BYTES
 from oomguard._estimate import margins, terms
 from oomguard._estimate.breakdown import Estimate, estimate_step, is_fragile, split
-from oomguard._estimate.margins import OFFSET_BYTES, SETTLED, allocator_on, bare, creep_bytes, spread
+from oomguard._estimate.margins import OFFSET_BYTES, SETTLED, Repeats, allocator_on, bare, repeats, spread
 from oomguard._estimate.target import Target
 from oomguard._predict import memory, speed
 from oomguard._predict.fit import Data, Fit, Floats, stacked
@@ -137,12 +137,13 @@ class Calibration:
             if not rows.any():
                 continue
             fit, beyond = self._memory_fit(kind, fragile)
-            errors = spread(self.device, *kind, fragile, settled=self._settled(kind))
             expected, share = rest[rows], np.asarray(math.ceil(1024 * bare(self.device, *kind, fragile)) / 1024)
             if len(fit.data.values) or beyond:
                 ratio, doubt = fit.at(places[rows])
-                expected = expected * np.exp(ratio + errors.middle + beyond)
-                share = np.expm1(margins.sigmas(self.device, fit.surprises) * np.hypot(doubt, errors.near))
+                middle, again = spread(self.device, *kind, fragile).middle, self._repeats(kind, fragile)
+                noise = again.bytes_of(again.deviation, rest[rows]) / (rest[rows] + OFFSET_BYTES)
+                expected = expected * np.exp(ratio + middle + beyond)
+                share = np.expm1(margins.sigmas(self.device, fit.surprises) * np.hypot(doubt, noise))
             peak[rows] = known[rows] + expected + self._runtime_bytes(kind, estimate)
             margin[rows] = expected * (1 + OFFSET_BYTES / rest[rows]) * share
         return np.ceil(peak).astype(np.int64), np.ceil(margin).astype(np.int64)
@@ -168,10 +169,9 @@ class Calibration:
     def repeated_bytes(self, record: Record) -> int:
         """The peak that a candidate that has run may reach when it runs again, for longer."""
         assert record.peak_bytes is not None
-        estimate = self._estimate(record)
-        fragile, settled = bool(is_fragile(record.spec, estimate)), record.passes >= SETTLED
-        measured = self._rest_bytes(record)
-        return record.peak_bytes + creep_bytes(measured, self.device, *kind_of(record), fragile, settled=settled)
+        fragile = bool(is_fragile(record.spec, self._estimate(record)))
+        again = repeats(self.device, *kind_of(record), fragile, settled=record.passes >= SETTLED)
+        return record.peak_bytes + round(float(again.bytes_of(again.most, np.array(self._rest_bytes(record)))))
 
     def _estimate(self, record: Record) -> Estimate:
         """The estimate of a record, made once."""
@@ -184,9 +184,10 @@ class Calibration:
         measured = [record.runtime_bytes or 0 for record in self.records if kind_of(record) == kind]
         return max(measured, default=int(np.max(estimate.terms["runtime"])))
 
-    def _settled(self, kind: Kind) -> bool:
-        """Whether all records of a kind ran long enough to show their whole peak."""
-        return all(record.passes >= SETTLED for record in self.records if kind_of(record) == kind)
+    def _repeats(self, kind: Kind, fragile: bool) -> Repeats:
+        """How peaks of a kind repeat whose records ran long enough to show the whole peak, or some of which did not."""
+        settled = all(record.passes >= SETTLED for record in self.records if kind_of(record) == kind)
+        return repeats(self.device, *kind, fragile, settled=settled)
 
     def _memory_fit(self, kind: Kind, fragile: bool) -> tuple[Fit, float]:
         """The fit of measured rests over estimated ones, and by how much a probe that ran out had exceeded it."""
@@ -211,11 +212,11 @@ class Calibration:
     def _memory_row(self, record: Record, fragile: bool, model: int = 0) -> Data:
         """The logarithm of the measured rest of a record over the estimated one."""
         kind, (_, rest) = kind_of(record), split(self._estimate(record))
-        errors = spread(self.device, *kind, fragile, settled=record.passes >= SETTLED)
+        again = repeats(self.device, *kind, fragile, settled=record.passes >= SETTLED)
         measured = self._rest_bytes(record)
         places = memory.places(record.spec, record.candidate, rest, model)
-        noise = errors.near * (1 + OFFSET_BYTES / rest)
-        return Data(places, np.log(max(1, measured) / rest) - errors.middle, noise)
+        middle = spread(self.device, *kind, fragile).middle
+        return Data(places, np.log(max(1, measured) / rest) - middle, again.bytes_of(again.deviation, rest) / rest)
 
     @cached_property
     def times(self) -> tuple[Fit, float]:

@@ -17,7 +17,7 @@ MODEL, PIECES, CHUNKS, REST, ROWS, STEPS, PLACE = range(7)  # coordinates of a c
 @cache
 def terms(*kind: str | bool) -> tuple[Term, ...]:
     """The terms of a correction (a logarithm), by the stored rows of a kind."""
-    _, level, shape, length, _ = spread(*kind)
+    _, level, shape, length = spread(*kind)
     return (
         Term(level / math.sqrt(2)),
         Term(level / math.sqrt(2), (MODEL,)),

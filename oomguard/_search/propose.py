@@ -127,7 +127,8 @@ def _promising(state: State, table: CandidateTable) -> Iterator[tuple[int, int]]
     (times, noise), whole = table.calibration.times, table.spec.steps
     mean, places = np.log(table.expected.seconds_per_step), table.calibration.time_places(table.estimate)
     best, short = least(mean, table.eligible), short_steps(table)
-    confirming = 0.0 if _confirmed(state, table)[best] else min(state.confirm_seconds, table.pass_seconds[best])
+    confirm = _confirm(state, table, best)
+    confirming = 0.0 if confirm is None else min(state.confirm_seconds, confirm.seconds_per_pass)
     left = state.left - confirming / CONFIRM_SHARE - state.child_seconds
     last = {kind_of(state.records[-1])} if state.records else set[Kind]()
     start = state.child_seconds * ~table.of_kinds(last)

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from oomguard._core.units import MIB
@@ -10,12 +11,11 @@ from oomguard._estimate.margins import (
     OFFSET_BYTES,
     SETTLED,
     Residual,
-    creep_bytes,
     differences,
     enough,
     quantile,
+    repeats,
     residuals,
-    spread,
 )
 
 LSTM = ("cpu", "onednn", "tight", "fp32", False)
@@ -37,11 +37,10 @@ def test_errors_are_compared_with_those_of_the_same_candidate_and_model() -> Non
     rows = [row(0, 110), row(0, 104, steps=6), row(0, 109, steps=7), row(0, 113, turn=1, passes=12)]
     rows += [row(1, 130, passes=SETTLED), row(1, 131, turn=1, passes=24), row(2, 80, model=1)]
     found = differences(tuple(rows))
-    assert found["few"] == pytest.approx([math.log(177 / 174)])
+    assert found["few"] == pytest.approx([3 / 174])
     assert found["few_mib"] == [3]
     assert found["settled_mib"] == [1]
     assert found["length"] == pytest.approx([math.log(174 / 168), math.log(174 / 173)])
-    assert found["nearest"] == found["length"][-1:]
     levels = [math.log(value / 164) for value in (174, 194, 144)]
     assert found["model"] == pytest.approx([(levels[0] + levels[1]) / 2, levels[2]])
     apart = math.sqrt(2) * (levels[1] - levels[0]) / 2
@@ -50,16 +49,19 @@ def test_errors_are_compared_with_those_of_the_same_candidate_and_model() -> Non
 
 def test_a_peak_of_many_passes_grows_less_than_one_of_few() -> None:
     for kind in (LSTM, GRU):
-        few, settled = (creep_bytes(200 * MIB, *kind, settled=settled) for settled in (False, True))
-        assert settled < few
-        assert spread(*kind, settled=True).near < spread(*kind).near
+        few, settled = (repeats(*kind, settled=settled) for settled in (False, True))
+        assert settled.most < few.most
+        assert settled.deviation < few.deviation
 
 
 def test_a_peak_whose_blocks_live_in_the_heap_grows_more_and_with_its_size() -> None:
-    for kind, grows in ((GRU, True), ((*GRU[:4], False), False)):
-        small, large = (creep_bytes(size * MIB, *kind, settled=True) for size in (100, 400))
-        assert (large > small) == grows
-    assert large < small * 2 < creep_bytes(100 * MIB, *GRU, settled=True)
+    rests, mapped, heap = (
+        np.array([100.0, 400]) * MIB,
+        *(repeats(*GRU[:4], small, settled=True) for small in (False, True)),
+    )
+    low, high = mapped.bytes_of(mapped.most, rests)
+    assert low == high
+    assert low * 2 < heap.bytes_of(heap.most, rests)[0] < heap.bytes_of(heap.most, rests)[1]
 
 
 def test_kinds_with_few_rows_are_judged_with_similar_ones() -> None:
