@@ -279,12 +279,12 @@ def choose(table: CandidateTable) -> int | None:
 
 
 def _largest(state: State, aim: str) -> Probe | None:
-    """Go to the predicted border until that moves by no more than half a percent."""
+    """Go to the predicted border until that moves by no more than 1 %."""
     table, row = largest(state.problem, state.records, aim)
     if row is None:
         return _try_smallest(state, table)
     sizes, confirmed = sizes_of(table, aim), _confirmed(state, table)
-    if confirmed.any() and sizes[row] <= (1 + WORTH / 4) * sizes[confirmed].max():
+    if confirmed.any() and sizes[row] <= (1 + WORTH / 2) * sizes[confirmed].max():
         return None
     probe = make_probe(state, table, row, "confirm", _confirm_steps(state, table, row))
     return None if any(map(probe.is_of, state.known)) else probe
