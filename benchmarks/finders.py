@@ -108,7 +108,7 @@ class Trials:
 def knobs(spec: Spec) -> dict[str, Any]:
     """Return the knobs that are fixed for all tools: PyTorch's defaults with one thread."""
     engine = "onednn" if spec.cell == "lstm" else "native"
-    return {"segments": 1, "threads": 1, "allocator": "tight", "engine": engine}
+    return {"segments": 1, "threads": 1, "allocator": "tight", "engine": engine, "precision": "fp32"}
 
 
 def with_oomguard(fields: dict[str, Any], budget_bytes: int) -> dict[str, Any]:

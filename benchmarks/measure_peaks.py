@@ -3,7 +3,7 @@
     python benchmarks/measure_peaks.py --set tune --models 30                   # on the CPU, about 5 s a row
     python benchmarks/measure_peaks.py --set judge --models 9 --candidates 3 --seed 1
     python benchmarks/measure_peaks.py --set tune --device cuda --models 13     # on a card
-    python benchmarks/measure_peaks.py --set tune --repeats --models 24 --candidates 3 --seed 7
+    python benchmarks/measure_peaks.py --set tune --repeats 8 --models 24 --candidates 3 --seed 7
 
 Every probe appends one row to results/probe_peaks.csv. The rows of the set `tune` are for computing margins, those of
 the set `judge` for checking them. The two sets have no hidden size and therefore no model in common.
@@ -11,8 +11,8 @@ the set `judge` for checking them. The two sets have no hidden size and therefor
 Each candidate is probed with shorter sequences and then with whole ones, as a search would do. Its length is chosen so
 that the estimated growth over the runtime is in the range of `GROWTH_BYTES`. On the CPU, a third of the candidates are
 probed again in a new process and with more optimizer steps (`turn` 1). Probes with the same allocator and engine follow
-one another, because they can share a process. `--repeats` measures whole candidates alone, as long as a search measures
-them, and each of them again for longer in a new process.
+one another, because they can share a process. `--repeats 8` measures whole candidates alone in 8 passes, and each of
+them again in 24 passes in a new process.
 """
 
 import argparse
@@ -66,8 +66,8 @@ CUDNN_STEPS = 60_000
 REPEATED = 1 / 3
 TURNS: tuple[dict[str, Any], ...] = ({"steps": 3, "seconds": 0.5}, {"steps": 12, "seconds": 3.0})
 """How much is measured in each turn (see `Request`)."""
-REPEATS: tuple[dict[str, Any], ...] = ({"steps": 30, "seconds": 1.5}, {"steps": 60, "seconds": 6.0})
-"""The same with `--repeats`: first as in a search, then for longer."""
+LONGER = 3
+"""How many times the passes of the first turn the second one has with `--repeats`."""
 TRIES = 400
 """Draws after which a candidate is given up."""
 TOGETHER = 9
@@ -194,12 +194,12 @@ def shorter_versions(spec: Spec, candidate: Candidate, parts: tuple[float, ...])
     return found
 
 
-def probe(runner: Runner, work: Work, repeats: bool) -> Iterator[tuple[int, Record]]:
+def probe(runner: Runner, work: Work, repeats: int) -> Iterator[tuple[int, Record]]:
     """Probe the shorter versions of a candidate, then the whole, and that again if it is wanted, each with its turn."""
     spec, candidate = work.spec, work.candidate
     if repeats:
-        for turn, much in enumerate(REPEATS):
-            yield turn, runner.probe(spec, candidate, **much)
+        for turn, passes in enumerate((repeats, LONGER * repeats)):
+            yield turn, runner.probe(spec, candidate, steps=passes, passes=passes)
             runner.close()
         return
     for version in shorter_versions(spec, candidate, PARTS[runner.device.name.partition(":")[0]]):
@@ -270,7 +270,7 @@ def main() -> None:
     parser.add_argument("--models", type=int, default=27, help="number of models")
     parser.add_argument("--candidates", type=int, default=5, help="candidates of each model")
     parser.add_argument("--seed", type=int, default=0, help="seed of the models and candidates")
-    parser.add_argument("--repeats", action="store_true", help="whole candidates, each in two processes")
+    parser.add_argument("--repeats", type=int, default=0, help="passes of whole candidates, each in two processes")
     parser.add_argument("--large", action="store_true", help="larger rows, on the CPU")
     store(parser.parse_args())
 

@@ -2,8 +2,8 @@
 
     python benchmarks/residuals.py
 
-The errors are those of the rows of the set `tune` in results/probe_peaks.csv, which measure_peaks.py measures, and in
-results/system_peaks.csv, of ordinary processes.
+The errors are those of the rows of the sets `tune` and `repeat` in results/probe_peaks.csv, which measure_peaks.py
+measures, and of the set `tune` in results/system_peaks.csv, of ordinary processes.
 """
 
 import csv
@@ -15,6 +15,7 @@ from typing import Any
 from models import is_judged
 
 import oomguard
+from oomguard._core.units import MIB
 from oomguard._estimate import cards
 from oomguard._estimate.breakdown import estimate_step, is_fragile, split
 from oomguard._estimate.margins import OFFSET_BYTES, Residual
@@ -29,13 +30,13 @@ FIRST_SYSTEM_MODEL = 10_000
 RESIDUALS = Path(oomguard.__file__).parent / "_estimate" / "residuals.csv"
 
 
-def residuals(rows: list[dict[str, Any]], kind: str = "tune") -> list[Residual]:
-    """Compute the errors of the rows of one set."""
+def residuals(rows: list[dict[str, Any]], kinds: tuple[str, ...] = ("tune", "repeat")) -> list[Residual]:
+    """Compute the errors of the rows of some sets."""
     places: dict[tuple[str, int, float], int] = {}
     errors = []
     for row in rows:
         spec = make_spec(json.loads(row["spec"]))
-        if row["set"] == kind and not is_judged({"hidden": spec.hidden, "vocab": spec.vocab}):
+        if row["set"] in kinds and not is_judged({"hidden": spec.hidden, "vocab": spec.vocab}):
             candidate = make_candidate(spec, **json.loads(row["candidate"]))
             target = CPU if row["device"] == "cpu" else on_card(cards.card("a100-40gb"))
             estimate = estimate_step(spec, candidate, target)
@@ -52,11 +53,13 @@ def residuals(rows: list[dict[str, Any]], kind: str = "tune") -> list[Residual]:
                     engine=str(estimate.engine),
                     allocator=str(candidate.allocator),
                     precision=candidate.precision,
-                    fragile=bool(is_fragile(spec, candidate, target)),
+                    fragile=bool(is_fragile(spec, estimate)),
                     model=int(row["model"]),
                     candidate=places.setdefault(place, len(places)),
                     turn=int(row["turn"]),
+                    passes=int(row["passes"]),
                     steps=round(math.log2(spec.steps), 3),
+                    mib=round(measured / MIB, 2),
                     error=round(math.log((measured + OFFSET_BYTES) / (rest[0] + OFFSET_BYTES)), 4),
                 )
             )
@@ -67,7 +70,7 @@ def read_rows() -> list[dict[str, Any]]:
     """Read the measured rows."""
     with ROWS.open(newline="") as file, SYSTEM_ROWS.open(newline="") as system:
         ordinary = [
-            row | {"device": "cpu", "turn": "0", "model": str(FIRST_SYSTEM_MODEL + number)}
+            row | {"device": "cpu", "turn": "0", "passes": "2", "model": str(FIRST_SYSTEM_MODEL + number)}
             for number, row in enumerate(csv.DictReader(system))
         ]
         return [*csv.DictReader(file), *ordinary]

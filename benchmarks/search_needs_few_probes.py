@@ -7,7 +7,8 @@ The benchmark has 12 cases (6 judged models of models.py, 2 budgets) and takes a
 case with the installed rivals in about a minute, and claims nothing. The batch of a case is trained in one pass. All
 contenders have the same model, optimizer, random data and limit, one thread and the heap setting `tight`:
 
-- the true maximum, by bisection with probes, until one more sequence does not run within the budget;
+- the true maximum, by bisection with probes of 8 steps, until one more sequence does not stay within the budget (peaks
+  grow in the first steps: what goes over the budget in the fifth is not the maximum);
 - oomguard, with `maximize="batch"`;
 - Lightning's Tuner.scale_batch_size in both modes, with its defaults;
 - accelerate's find_executable_batch_size and toma's batch, starting from 2,048 sequences;
@@ -32,6 +33,7 @@ from results import print_row, publish
 from oomguard import Runner
 from oomguard._api import estimate
 from oomguard._core.units import MIB
+from oomguard._estimate.margins import SETTLED
 from oomguard._spec.candidate import make_candidate
 from oomguard._spec.read import make_spec
 from oomguard._spec.spec import Spec
@@ -63,7 +65,13 @@ def largest(spec: Spec, budget_bytes: int) -> tuple[int, int]:
         def fits(rows: int) -> bool:
             if rows not in tried:
                 batch = msgspec.structs.replace(spec, batch=rows)
-                record = runner.probe(batch, make_candidate(batch, **knobs(batch)), budget_bytes=budget_bytes)
+                record = runner.probe(
+                    batch,
+                    make_candidate(batch, **knobs(batch)),
+                    budget_bytes=budget_bytes,
+                    steps=SETTLED,
+                    passes=SETTLED,
+                )
                 assert record.verdict.ran or record.verdict.name in ("OVER", "OOM"), record.message
                 tried[rows] = record.verdict.ran
             return tried[rows]

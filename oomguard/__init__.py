@@ -35,8 +35,9 @@ if TYPE_CHECKING:
     from oomguard._probe.runner import Runner
     from oomguard._probe.verdict import Verdict
     from oomguard._report.page import save_page
+    from oomguard._rnn.losses import chunked_loss, piecewise_loss
     from oomguard._rnn.model import Recurrent
-    from oomguard._rnn.scan import chunked_loss, scan
+    from oomguard._rnn.scan import scan
     from oomguard._rnn.segmented import segment, segmented, unsegment
     from oomguard._spec.candidate import Candidate, Candidates
     from oomguard._spec.spec import Spec
@@ -68,6 +69,7 @@ __all__ = [
     "guard",
     "load_plan",
     "load_weights",
+    "piecewise_loss",
     "predict",
     "probe",
     "sampler",
@@ -95,7 +97,8 @@ _MODULES = {
     "_probe.verdict": "Verdict",
     "_report.page": "save_page",
     "_rnn.model": "Recurrent",
-    "_rnn.scan": "chunked_loss scan",
+    "_rnn.losses": "chunked_loss piecewise_loss",
+    "_rnn.scan": "scan",
     "_rnn.segmented": "segment segmented unsegment",
     "_spec.candidate": "Candidate Candidates",
     "_spec.spec": "Spec",

@@ -198,7 +198,8 @@ def find_feasible_config(
     A `Task`, or its name "package.module:task", is traced and then probed at most 3 times (after `timeout` twice) with
     its worst batch: of `steps` time steps, or of the longest samples of its data. The batch, that of its loader unless
     `batch` is given, is kept. Microbatches and segments are used if they keep the gradient of this task, or if `allow`
-    names them. With `maximize` "batch", the plan has the largest batch that fits in one pass.
+    names them. Until `timeout`, further probes try one thread, the heap `fast` and half precision. With `maximize`
+    "batch", the plan has the largest batch that fits in one pass.
 
     >>> plan = find_feasible_config(cell="gru", seq=50, hidden=16, batch=4, threads=1, max_probes=2)
     >>> plan.ooms, plan.candidate.microbatch * plan.candidate.accumulation >= 4
@@ -305,12 +306,13 @@ def _question(
 
 
 def tradeoffs(
-    spec: Spec | None = None,
+    spec: Spec | Task | str | None = None,
     *,
     over: dict[str, Any] | None = None,
     device: str | None = None,
     budget: int | str | None = None,
     measured: Any = None,
+    steps: int | None = None,
     **fields: Any,
 ) -> "DataFrame":
     """Compare candidates in memory and speed: a DataFrame with one row per candidate.
@@ -320,13 +322,27 @@ def tradeoffs(
     path of one: predictions are calibrated by them, and columns show what was measured. A plan also gives spec, device,
     budget and the other knobs. `total_bytes` is the estimate, the sum of the terms; `peak_bytes` is the prediction.
 
+    The candidates of a `Task`, or of its name "package.module:task", are traced with `steps` time steps, or with the
+    longest samples of its data. Their microbatch, segments, precision and seq can vary. There are no speeds.
+
     >>> table = tradeoffs(cell="lstm", seq=1000, over={"microbatch": [8, 32], "segments": [1, 10]}, budget="1GiB")
     >>> table[["microbatch", "segments", "fits"]].values.tolist()
     [[8, 1, True], [8, 10, True], [32, 1, False], [32, 10, True]]
     """
+    if isinstance(spec, Task | str):
+        from oomguard._report.task_table import make_task_table
+
+        if measured is not None:
+            rule = "The table of a task is traced"
+            raise MisuseError(rule=rule, got=f"got measured {shown(measured)}", advice="Leave it out.")
+        check_whole("steps", steps, 1, MAX_SEQ)
+        where: dict[str, Any] = {"device": device or "cpu", "budget_bytes": read_budget(budget)}
+        return make_task_table(spec, over=over, steps=steps, **where, **fields)
     from oomguard._report.subject import find_subject
     from oomguard._report.tradeoffs import make_table
 
+    if steps is not None:
+        fields["steps"] = steps
     return make_table(find_subject(spec, over=over, device=device, budget=budget, measured=measured, **fields))
 
 

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -16,6 +16,7 @@ from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from oomguard._core.errors import MisuseError
 from oomguard._rnn import Microbatch, backward
 from oomguard._rnn.model import Recurrent, build, trainable
+from oomguard._rnn.run import autocast
 from oomguard._rnn.segmented import segmented
 from oomguard._spec.candidate import Candidate
 from oomguard._spec.spec import Spec
@@ -228,12 +229,8 @@ def loss_on(
 @contextmanager
 def as_candidate(candidate: Candidate, device: str) -> Iterator[None]:
     """Run the forward pass of any model in the segments and the precision of a candidate."""
-    with ExitStack() as stack:
-        if candidate.precision != "fp32":
-            dtype = torch.bfloat16 if candidate.precision == "bf16" else torch.float16
-            stack.enter_context(torch.autocast(torch.device(device).type, dtype))
-        if candidate.segments > 1:
-            stack.enter_context(segmented(candidate.segments, recompute=candidate.recompute))
+    pieces = segmented(candidate.segments, recompute=candidate.recompute) if candidate.segments > 1 else nullcontext()
+    with autocast(candidate.precision, torch.device(device).type), pieces:
         yield
 
 

@@ -13,7 +13,7 @@ import typer
 
 from oomguard._cli import flags, parsing
 from oomguard._cli.flags import JSON, SPEC, Flag, Group, add_command, flowing
-from oomguard._core.errors import MisuseError, check_whole, visible, wrong
+from oomguard._core.errors import MisuseError, check_whole, conflict, visible, wrong
 from oomguard._core.units import read_budget
 from oomguard._spec.read import PRESETS
 
@@ -284,9 +284,13 @@ def _tradeoffs(*, output: str | None = None, json: bool = False, **values: Any) 
     - oomguard tradeoffs --model lstm --seq 10000 --device a100-80gb
     - oomguard tradeoffs --plan plan.json --output tradeoffs.html
     - oomguard tradeoffs --model gru --over seq=1000..64000*2 --over segments=1,16
+    - oomguard tradeoffs --model package.module:task --output tradeoffs.csv
 
     Exit codes: 0 something fits, 1 nothing fits, 2 wrong usage.
     """
+    name, knobs = parsing.read_task(values, ("batch",))
+    if name is not None:
+        return _task_tradeoffs(name, knobs, values, output, json=json)
     from oomguard._report.subject import find_subject
     from oomguard._report.tradeoffs import check_written, make_table, save, show_tradeoffs, table_json
 
@@ -301,6 +305,25 @@ def _tradeoffs(*, output: str | None = None, json: bool = False, **values: Any) 
     path = None if output is None else save(subject, table, output, curve)
     text = partial(show_tradeoffs, subject, table, path)
     return _answer(json, lambda: table_json(subject, table), text, code)
+
+
+def _task_tradeoffs(
+    name: str, knobs: dict[str, Any], values: dict[str, Any], output: str | None, *, json: bool
+) -> Answer:
+    from oomguard._api import tradeoffs
+    from oomguard._report.task_table import check_task_output, save_task_table, show_task_table, task_table_json
+
+    for other in ("plan", "ledger", "curve"):
+        if other in values:
+            raise conflict("The table of a task is traced", f"--model {name}", f"--{other}")
+    check_task_output(output)
+    if output is not None:
+        parsing.check_output(output, "tradeoffs.csv")
+    where = {key: values[key] for key in ("device", "budget") if key in values}
+    table = tradeoffs(name, over=parsing.read_varied(values), **where, **knobs)
+    path = None if output is None else save_task_table(table, output)
+    code = FITS if table["fits"].any() else DOES_NOT_FIT
+    return _answer(json, lambda: task_table_json(table), partial(show_task_table, table, path), code)
 
 
 @_command("show", PLAN, Output=[flags.SEQUENCES, flags.HTML, JSON])

@@ -124,18 +124,11 @@ def _read(
 
 def read_table(values: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `find_subject`: spec (None: that of the plan), records, what varies, device and knobs."""
-    from oomguard._report.grid import check_own_spec, fields_for, read_text
+    from oomguard._report.grid import check_own_spec, fields_for
 
     if "plan" in values and "ledger" in values:
         raise conflict("Measurements come from a plan or from a ledger", "--plan", "--ledger")
-    pairs = [read_text(text) for text in values.get("over", ())]
-    over = dict(pairs)
-    if len(over) < len(pairs):
-        raise MisuseError(
-            rule="--over takes each name once",
-            got=f"got {shown([name for name, _ in pairs])}",
-            advice="Put all values of a name into one, such as 1..8,16,32.",
-        )
+    over = read_varied(values)
     given = [name for option in SPEC for name in (option.name, f"no_{option.name}") if name in values]
     if "plan" in values:
         check_own_spec(given)
@@ -145,6 +138,20 @@ def read_table(values: dict[str, Any]) -> dict[str, Any]:
         spec, knobs = _read(values, FIXED, {} if described else fields_for(over, given))
     measured = values.get("plan") or values.get("ledger")
     return {"spec": spec, "over": over or None, "device": values.get("device"), "measured": measured} | knobs
+
+
+def read_varied(values: dict[str, Any]) -> dict[str, list[Any]]:
+    """The names and the values of --over."""
+    from oomguard._report.grid import read_text
+
+    pairs = [read_text(text) for text in values.get("over", ())]
+    if len({name for name, _ in pairs}) < len(pairs):
+        raise MisuseError(
+            rule="--over takes each name once",
+            got=f"got {shown([name for name, _ in pairs])}",
+            advice="Put all values of a name into one, such as 1..8,16,32.",
+        )
+    return dict(pairs)
 
 
 def read_options(values: dict[str, Any], flags: Iterable[Flag]) -> dict[str, Any]:
@@ -192,7 +199,7 @@ def _spec_fields(model: str | None, name: str | None) -> dict[str, Any]:
         raise MisuseError(
             rule="This command takes a model that a spec describes",
             got=f"got {shown(model)}, a task",
-            advice="Describe its layers by flags (--model lstm --hidden 256); estimate, probe and plan take tasks.",
+            advice="Describe its layers by flags (--model lstm --hidden 256).",
         )
     is_path = model and (any(sign in model for sign in "./\\") or os.path.exists(model))
     if model is None or model in MODEL.choices or not is_path:

@@ -4,13 +4,18 @@ Lines are only appended, other contents are replaced as a whole. They are writte
 and are on the disk (`fsync`) before anything relies on them.
 """
 
+import ctypes
 import os
 import pickle
+import signal
 import subprocess
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +29,7 @@ except ImportError:  # Windows: lines are appended without a lock
     fcntl = None  # type: ignore[assignment]
 
 Value = TypeVar("Value")
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @contextmanager
@@ -140,43 +146,96 @@ def command(call: str) -> list[str]:
     return [sys.executable, "-c", f"{start}\n{call}"]
 
 
-def run_elsewhere(
-    module: str, function: str, *arguments: Any, seconds: float | None = None, variables: dict[str, str] | None = None
-) -> Any:
-    """Call a function of a module in a child process; returns its result or raises its error.
+class Elsewhere(AbstractContextManager["Elsewhere", None]):
+    """A child process that calls functions of modules, one after the other, and ends with this process.
 
-    The memory of the child, with the libraries that the function imports, is free again afterwards. `variables` replace
-    those of this process for the C heap. Raises TimeoutError if the child takes more than so many seconds.
+    The memory of the child, with the libraries that the functions import, is free again at the end. `variables` replace
+    those of this process for the C heap.
     """
-    call = f"from {__name__} import _answer; _answer()"
-    own = {name: value for name, value in os.environ.items() if variables is None or not name.startswith("MALLOC_")}
-    question = pickle.dumps((module, function, arguments))
-    try:
-        done = subprocess.run(
-            command(call), input=question, stdout=subprocess.PIPE, timeout=seconds, env=own | (variables or {})
+
+    def __init__(self, variables: dict[str, str] | None = None) -> None:
+        own = {n: value for n, value in os.environ.items() if variables is None or not n.startswith("MALLOC_")}
+        tied = threading.current_thread() is threading.main_thread()
+        call = f"from {__name__} import _serve; _serve({os.getpid()}, {tied})"
+        self._process = subprocess.Popen(
+            command(call), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=own | (variables or {})
         )
-    except subprocess.TimeoutExpired:
-        raise TimeoutError(f"{module}.{function} took more than {seconds} seconds") from None
-    if done.returncode:
-        raise ChildProcessError(f"the process that ran {module}.{function} ended with exit code {done.returncode}")
-    returned, value = pickle.loads(done.stdout)
-    if returned:
-        return value
-    raise value
+
+    def call(self, module: str, function: str, *arguments: Any, seconds: float | None = None) -> Any:
+        """Call a function; returns its result or raises its error.
+
+        If it takes more than so many seconds, or the process ends, raises TimeoutError or ChildProcessError. The child
+        is gone then.
+        """
+        late, name = threading.Event(), f"{module}.{function}"
+        timer = threading.Timer(threading.TIMEOUT_MAX if seconds is None else max(0.0, seconds), self._give_up, (late,))
+        timer.daemon = True
+        timer.start()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(pickle.dumps((module, function, arguments)))
+            self._process.stdin.flush()
+            returned, value = pickle.load(self._process.stdout)
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError):
+            code = self._process.wait()
+            if late.is_set():
+                raise TimeoutError(f"{name} took more than {seconds} seconds") from None
+            raise ChildProcessError(f"the process that ran {name} ended with exit code {code}") from None
+        finally:
+            timer.cancel()
+        if returned:
+            return value
+        raise value
+
+    def _give_up(self, late: threading.Event) -> None:
+        late.set()
+        self._process.kill()
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.communicate()
 
 
-def _answer() -> None:
-    """Run in the child: read the call from stdin and write the result or the error to stdout."""
-    import signal
-    from importlib import import_module
+def run_elsewhere(module: str, function: str, *arguments: Any) -> Any:
+    """Call a function of a module in a child process of its own; returns its result or raises its error."""
+    with Elsewhere() as child:
+        return child.call(module, function, *arguments)
 
+
+def end_with(parent: int, tied: bool) -> None:
+    """Let the kernel end this process with `parent`. `tied`: the main thread of the parent started this process."""
+    if tied and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent ended before that was set
+        os._exit(1)
+
+
+def _serve(parent: int, tied: bool) -> None:
+    """Run in the child: read calls from stdin, and write the result or the error of each to stdout."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent ends this child
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # prints go to stderr, so that they cannot mix with the answer
-    module, function, arguments = pickle.load(sys.stdin.buffer)
+    end_with(parent, tied)
+    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # prints go to stderr, so that they cannot mix with the answers
+    with suppress(EOFError):  # the parent is done
+        while True:
+            answers.write(_answer(*pickle.load(calls)))
+            answers.flush()
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+def _answer(module: str, function: str, arguments: tuple[Any, ...]) -> bytes:
     try:
-        answer = (True, getattr(import_module(module), function)(*arguments))
+        return pickle.dumps((True, getattr(import_module(module), function)(*arguments)))
     except Exception as error:
-        answer = (False, error.with_traceback(None))
-    with answers:
-        pickle.dump(answer, answers)
+        try:
+            return pickle.dumps((False, error.with_traceback(None)))
+        except Exception:  # an error of the user's own kind
+            return pickle.dumps((False, RuntimeError(f"{type(error).__name__}: {error}")))

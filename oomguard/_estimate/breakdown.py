@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from oomguard._estimate import terms
 from oomguard._estimate.call import Count, Flag, Ints, Knobs, where
 from oomguard._estimate.engines import cudnn
-from oomguard._estimate.malloc import PAGE_BYTES, reserved_bytes
+from oomguard._estimate.malloc import heap_limit, reserved_bytes
 from oomguard._estimate.margins import OFFSET_BYTES, allocator_on, bare
 from oomguard._estimate.moments import TERMS, Moments, Terms, evaluation_moments, in_system_heap, training_moments
 from oomguard._estimate.passes import Pass, border_bytes, by_layer_bytes, make_pass, piece_steps, stays_on_host
@@ -157,13 +157,17 @@ def _host_bytes(step: Pass) -> Count:
     return host + (stays if stays_on_host(step) else 0)
 
 
-def is_fragile(spec: Spec, knobs: Knobs, target: Target) -> Flag:
-    """CPU: whether peaks vary: those of vanilla RNNs, and those of GRUs in segments with blocks smaller than a page.
+def is_fragile(spec: Spec, estimate: Estimate) -> Flag:
+    """CPU: whether peaks vary, since the blocks of a step (PyTorch's own kernels) or of a piece live in the C heap.
 
-    The blocks that one segment frees have gaps between them, into which the next segment's blocks do not fit.
+    Freed blocks leave gaps between those that stay, and later blocks do not fit all of them.
     """
-    small: Flag = 4 * spec.hidden * knobs.microbatch < PAGE_BYTES
-    return (spec.cell == "rnn") | small & (knobs.segments > 1) & (spec.cell == "gru") if not target.cuda else False
+    if estimate.device != "cpu":
+        return False
+    knobs, engine = estimate.candidate, np.asarray(estimate.engine)
+    piece = np.where(engine == "onednn", 4 * np.asarray(estimate.steps), 1)  # oneDNN has one block for all its gates
+    block = 4 * spec.hidden * np.asarray(knobs.microbatch) * piece
+    return np.asarray(block < heap_limit(knobs.allocator, engine))
 
 
 def split(estimate: Estimate) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -183,7 +187,7 @@ def margin_bytes(spec: Spec, estimate: Estimate, target: Target) -> Count:
     kind = device, str(estimate.engine), allocator_on(device, knobs.allocator), str(knobs.precision)
     shares = [math.ceil(1024 * bare(*kind, fragile)) for fragile in (True, False)]
     rest = estimate.total_bytes - sum(estimate.terms[term] for term in KNOWN) + OFFSET_BYTES
-    return -(-rest // 1024) * where(is_fragile(spec, knobs, target), *shares)  # an int64 is nearly full: divide first
+    return -(-rest // 1024) * where(is_fragile(spec, estimate), *shares)  # an int64 is nearly full: divide first
 
 
 def estimate_batch(spec: Spec, candidates: Candidates, target: Target, *, training: bool = True) -> Estimate:

@@ -7,6 +7,9 @@ On CUDA, a tensor gets a *block*, cut from a *segment* that came from cudaMalloc
 card shows the *reserved* bytes (all segments), while `torch.cuda.max_memory_allocated` shows the blocks in use.
 """
 
+import numpy as np
+from numpy.typing import NDArray
+
 from oomguard._estimate.call import Count, Flag, round_up
 
 THRESHOLD_BYTES = {"tight": 65_536, "fast native": 4 << 20, "fast onednn": 32 << 20, "system": 32 << 20, "cuda": 0}
@@ -51,6 +54,12 @@ def heap_of(allocator: str | None, engine: str | None) -> str:
     if allocator == "fast":
         return "fast onednn" if engine == "onednn" else "fast native"
     return "system" if allocator == "system" else default_allocator("cpu")
+
+
+def heap_limit(allocator: object, engine: object) -> NDArray[np.int64]:
+    """Bytes from which blocks have pages of their own, for each of many candidates on the CPU."""
+    limits = np.vectorize(lambda *names: THRESHOLD_BYTES[heap_of(*names)], otypes=[np.int64])
+    return np.asarray(limits(np.asarray(allocator, dtype=object), np.asarray(engine, dtype=object)))
 
 
 def in_heap(block: Count, heap: str) -> Flag:

@@ -4,7 +4,7 @@ Here are the guard and its attempts. `ladder.py` has the rungs and detects memor
 `update.py` completes an update that ran out of memory halfway, `events.py` writes down every change.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
@@ -19,7 +19,7 @@ from oomguard._device.find import Device, open_device
 from oomguard._guard.events import Events
 from oomguard._guard.ladder import LadderPosition, LadderRung, Pressure, Watch, make_halvings, make_ladder
 from oomguard._guard.update import Updates
-from oomguard._plan.task_value import TaskPlan
+from oomguard._plan.task_value import Part, TaskPlan
 from oomguard._plan.value import Plan
 from oomguard._probe.verdict import Verdict, judge
 from oomguard._rnn.rng import remember_all, remember_random
@@ -127,7 +127,7 @@ class Guard:
         """The pieces of `split`, each with its share of the rows: the weight of a loss that is a mean over rows."""
         repeat_random = remember_random()
         if isinstance(self.plan, TaskPlan) and self.plan.layout and dim == 0:
-            layout: Layout = {part.path: Axis(part.kind, part.dimension, part.lengths) for part in self.plan.layout}
+            layout = layout_of(self.plan.layout)
             count = count_rows(batch, layout)
             row_bytes = sum(tensor.nbytes for tensor in tensors_of(batch)) / count
             size = self._piece_rows(count, row_bytes / max(1, self.plan.row_bytes), steps)
@@ -311,6 +311,11 @@ class Attempt(AbstractContextManager["Attempt"]):
         stay = status != DONE or self.pressure is not None or not guard.may_climb()
         self.agreed = guard.agree([status, int(self.pressure is not None), int(stay)])
         return status == OOM  # any other error is raised here, after the other processes were told
+
+
+def layout_of(parts: Iterable[Part]) -> Layout:
+    """Where a batch holds its rows or its time steps, by the parts that a plan names."""
+    return {part.path: Axis(part.kind, part.dimension, part.lengths) for part in parts}
 
 
 def another_process_failed(kind: type[GuardError] = GuardError) -> GuardError:

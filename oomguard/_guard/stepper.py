@@ -6,18 +6,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from oomguard._core.errors import MisuseError
-from oomguard._guard import Guard, make_guard
+from oomguard._guard import Guard, layout_of, make_guard
 from oomguard._plan.task_value import TaskPlan
 from oomguard._plan.value import Plan
 from oomguard._step import Clip, accumulate_pieces, apply_gradient, as_candidate, check_optimizer
+from oomguard._task.task import is_piecewise
+from oomguard._task.times import in_pieces
 
-Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | float]]
-"""Loss of a model on a batch: its mean over the rows, or a sum and the weight to divide it by."""
+Loss = Callable[..., Any]
+"""Loss of a model on a batch: its mean over the rows, or a sum and the weight to divide it by. With a state as third
+argument, it returns a sum, its weight and the state after the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +32,7 @@ class Stepper(AbstractContextManager["Stepper"]):
     model: nn.Module
     loss: Loss
     optimizer: Optimizer
+    segments: int  # of recurrent calls
     clip: float | Clip | None
     scaler: GradScaler | None
     dim: object
@@ -48,7 +53,7 @@ class Stepper(AbstractContextManager["Stepper"]):
     def _loss_of(self, piece: object) -> tuple[Tensor, float | None]:
         """The loss of a piece: its mean and None, or a sum and its weight."""
         first = self.guard.ladder[0].candidate  # lower rungs have fewer rows, see Guard.rows
-        with as_candidate(first, self.guard.device.name):
+        with as_candidate(msgspec.structs.replace(first, segments=self.segments), self.guard.device.name):
             result = self.loss(self.model, piece)
         loss, weight = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -82,7 +87,9 @@ def stepper(
     The first argument is a plan, or a budget in bytes or text such as "6GiB" (None: the free memory). `loss(model,
     batch)` returns the mean over the rows of a batch, or a tuple (sum, weight), such as the summed loss of all tokens
     and their number. It is called for pieces of the batch, as `guard.split` cuts them along `dim`, and the gradients
-    add up to that of the whole batch. If memory runs out, the batch runs again in smaller pieces.
+    add up to that of the whole batch. If memory runs out, the batch runs again in smaller pieces. A loss that adds up
+    over time may be `loss(model, batch, state)`, as `oomguard.piecewise_loss` takes it: where the plan of a task has
+    segments, each is a piece of the batch along time.
 
     `clip` is the largest norm of the whole gradient, or a function that is called with the parameters after the
     backward passes. A `torch.amp.GradScaler` is given as `scaler`. Schedulers and moving averages follow `step(batch)`
@@ -100,5 +107,17 @@ def stepper(
     check_optimizer(optimizer)
     device = device or str(optimizer.param_groups[0]["params"][0].device)
     own, budget = (plan, None) if isinstance(plan, Plan | TaskPlan) else (None, plan)
+    segments, time = 1 if own is None else own.candidate.segments, own.time if isinstance(own, TaskPlan) else ()
+    if is_piecewise(loss):
+        loss, segments = in_pieces(loss, segments if time else 1, layout_of(time)), 1
     guard = make_guard(own, budget, microbatch, device, events).__enter__()
-    return Stepper(guard=guard, model=model, loss=loss, optimizer=optimizer, clip=clip, scaler=scaler, dim=dim)
+    return Stepper(
+        guard=guard,
+        model=model,
+        loss=loss,
+        optimizer=optimizer,
+        segments=segments,
+        clip=clip,
+        scaler=scaler,
+        dim=dim,
+    )

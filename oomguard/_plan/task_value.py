@@ -16,7 +16,7 @@ TaskAim = Literal["throughput", "batch"]
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one part of a batch holds the rows, as `oomguard._task.batches.Axis` does."""
+    """How one part of a batch holds the rows or the time steps, as `oomguard._task.batches.Axis` does."""
 
     path: tuple[Key, ...]  # the keys that lead to the part
     kind: Literal["dimension", "blocks", "interleaved", "list", "count", "packed"]
@@ -78,6 +78,8 @@ class TaskPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The largest microbatch of an evaluation, without gradients, by a trace; None if none is known to fit."""
     layout: tuple[Part, ...] = ()
     """Where a batch holds its rows; empty if its parts do not tell."""
+    time: tuple[Part, ...] = ()
+    """Where a batch holds its time steps, if the loss is computed piece by piece: then segments are such pieces."""
     row_bytes: Size
     """Bytes of a row of the worst batch."""
     notes: tuple[str, ...] = ()

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from oomguard._core.units import MAX_BYTES
 from oomguard._estimate import margins, terms
 from oomguard._estimate.breakdown import Estimate, estimate_step, is_fragile, split
-from oomguard._estimate.margins import OFFSET_BYTES, allocator_on, bare, creep, spread
+from oomguard._estimate.margins import OFFSET_BYTES, SETTLED, Repeats, allocator_on, bare, repeats, spread
 from oomguard._estimate.target import Target
 from oomguard._predict import memory, speed
 from oomguard._predict.fit import Data, Fit, Floats, stacked
@@ -131,17 +131,19 @@ class Calibration:
         known, rest = split(estimate)
         peak, margin = np.zeros_like(rest), np.zeros_like(rest)
         places = memory.places(self.spec, estimate.candidate, rest)
-        vary = np.broadcast_to(is_fragile(self.spec, estimate.candidate, self.target), len(rest))
+        vary = np.broadcast_to(is_fragile(self.spec, estimate), len(rest))
         for (kind, of_kind), fragile in product(kinds_of(estimate, self.target).items(), (False, True)):
             rows = of_kind & (vary == fragile)
             if not rows.any():
                 continue
-            (fit, beyond), errors = self._memory_fit(kind, fragile), spread(self.device, *kind, fragile)
+            fit, beyond = self._memory_fit(kind, fragile)
             expected, share = rest[rows], np.asarray(math.ceil(1024 * bare(self.device, *kind, fragile)) / 1024)
             if len(fit.data.values) or beyond:
                 ratio, doubt = fit.at(places[rows])
-                expected = expected * np.exp(ratio + errors.middle + beyond)
-                share = np.expm1(margins.sigmas(self.device, fit.surprises) * np.hypot(doubt, errors.near))
+                middle, again = spread(self.device, *kind, fragile).middle, self._repeats(kind, fragile)
+                noise = again.bytes_of(again.deviation, rest[rows]) / (rest[rows] + OFFSET_BYTES)
+                expected = expected * np.exp(ratio + middle + beyond)
+                share = np.expm1(margins.sigmas(self.device, fit.surprises) * np.hypot(doubt, noise))
             peak[rows] = known[rows] + expected + self._runtime_bytes(kind, estimate)
             margin[rows] = expected * (1 + OFFSET_BYTES / rest[rows]) * share
         return np.ceil(peak).astype(np.int64), np.ceil(margin).astype(np.int64)
@@ -167,10 +169,9 @@ class Calibration:
     def repeated_bytes(self, record: Record) -> int:
         """The peak that a candidate that has run may reach when it runs again, for longer."""
         assert record.peak_bytes is not None
-        growth_bytes = record.peak_bytes - (record.runtime_bytes or 0)
-        fragile = bool(is_fragile(record.spec, record.candidate, self.target))
-        share = creep(self.device, *kind_of(record), fragile)
-        return record.peak_bytes + round(share * (growth_bytes + OFFSET_BYTES))
+        fragile = bool(is_fragile(record.spec, self._estimate(record)))
+        again = repeats(self.device, *kind_of(record), fragile, settled=record.passes >= SETTLED)
+        return record.peak_bytes + round(float(again.bytes_of(again.most, np.array(self._rest_bytes(record)))))
 
     def _estimate(self, record: Record) -> Estimate:
         """The estimate of a record, made once."""
@@ -183,29 +184,39 @@ class Calibration:
         measured = [record.runtime_bytes or 0 for record in self.records if kind_of(record) == kind]
         return max(measured, default=int(np.max(estimate.terms["runtime"])))
 
+    def _repeats(self, kind: Kind, fragile: bool) -> Repeats:
+        """How peaks of a kind repeat whose records ran long enough to show the whole peak, or some of which did not."""
+        settled = all(record.passes >= SETTLED for record in self.records if kind_of(record) == kind)
+        return repeats(self.device, *kind, fragile, settled=settled)
+
     def _memory_fit(self, kind: Kind, fragile: bool) -> tuple[Fit, float]:
         """The fit of measured rests over estimated ones, and by how much a probe that ran out had exceeded it."""
         if (kind, fragile) not in self._fits:
             models = [*dict.fromkeys([model_of(self.spec), *(model_of(record.spec) for record in self.records)])]
             records = [record for record in self.records if kind_of(record) == kind]
             rows = [self._memory_row(record, fragile, models.index(model_of(record.spec))) for record in records]
-            fit = Fit(memory.terms(self.device, *kind, fragile), stacked(rows, coordinates=memory.PLACE + 1))
+            terms = memory.terms(self.device, *kind, fragile)
+            fit = Fit(terms, stacked(rows, coordinates=memory.PLACE + 1))
             failed = [self._memory_row(record, fragile) for record in self._failed if kind_of(record) == kind]
             beyond = max([0.0, *(float(row.values[0] - fit.at(row.places)[0][0]) for row in failed)])
             self._fits[kind, fragile] = fit, beyond
         return self._fits[kind, fragile]
 
+    def _rest_bytes(self, record: Record) -> float:
+        """The measured bytes that records correct; a bound of them if a probe ran out before its first step."""
+        if record.terms is not None:
+            return float(record.terms["rest"] + record.terms["gradients"])
+        estimate = self._estimate(record)
+        return (record.peak_bytes or 0) - self._runtime_bytes(kind_of(record), estimate) - float(split(estimate)[0][0])
+
     def _memory_row(self, record: Record, fragile: bool, model: int = 0) -> Data:
         """The logarithm of the measured rest of a record over the estimated one."""
-        kind, (known, rest) = kind_of(record), split(self._estimate(record))
-        errors = spread(self.device, *kind, fragile)
-        if record.terms is not None:
-            measured: float = record.terms["rest"] + record.terms["gradients"]
-        else:
-            measured = (record.peak_bytes or 0) - self._runtime_bytes(kind, self._estimate(record)) - float(known[0])
+        kind, (_, rest) = kind_of(record), split(self._estimate(record))
+        again = repeats(self.device, *kind, fragile, settled=record.passes >= SETTLED)
+        measured = self._rest_bytes(record)
         places = memory.places(record.spec, record.candidate, rest, model)
-        noise = errors.near * (1 + OFFSET_BYTES / rest)
-        return Data(places, np.log(max(1, measured) / rest) - errors.middle, noise)
+        middle = spread(self.device, *kind, fragile).middle
+        return Data(places, np.log(max(1, measured) / rest) - middle, again.bytes_of(again.deviation, rest) / rest)
 
     @cached_property
     def times(self) -> tuple[Fit, float]:

@@ -12,18 +12,16 @@ from oomguard._predict.speed import Knobs, piece_of
 from oomguard._spec.spec import Spec
 
 MODEL, PIECES, CHUNKS, REST, ROWS, STEPS, PLACE = range(7)  # coordinates of a candidate
-RUGGED = 0.02  # share of the variance between candidates that not even neighbours share (assumed)
 
 
 @cache
 def terms(*kind: str | bool) -> tuple[Term, ...]:
     """The terms of a correction (a logarithm), by the stored rows of a kind."""
-    _, level, shape, length, _, _ = spread(*kind)
+    _, level, shape, length = spread(*kind)
     return (
         Term(level / math.sqrt(2)),
         Term(level / math.sqrt(2), (MODEL,)),
-        Term(shape * math.sqrt(1 - RUGGED), (MODEL, PIECES, CHUNKS, REST, ROWS)),
-        Term(shape * math.sqrt(RUGGED), (MODEL, PLACE)),
+        Term(shape, (MODEL, PIECES, CHUNKS, REST, ROWS)),
         Term(length, (MODEL, PIECES, CHUNKS, ROWS, STEPS)),
     )
 

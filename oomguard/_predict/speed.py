@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from oomguard._estimate import terms
-from oomguard._estimate.malloc import heap_of, in_heap
+from oomguard._estimate.malloc import heap_limit
 from oomguard._predict.fit import FAR, Data, Fit, Floats, Term, matrix, without_outliers
 from oomguard._spec.candidate import Candidate, Candidates, is_none
 from oomguard._spec.spec import Spec
@@ -111,9 +111,7 @@ def faults(spec: Spec, knobs: Knobs, engine: Engine) -> NDArray[np.bool_]:
     """
     native = _is(engine, "native")
     block = np.asarray(knobs.microbatch) * 16 * spec.hidden * piece_of(spec, knobs)
-    heaps = np.vectorize(heap_of, otypes=[object])(knobs.allocator, engine)
-    large = ~np.vectorize(in_heap, otypes=[bool])(block, heaps)
-    return np.asarray(np.where(native, ~keeps(knobs), large))
+    return np.asarray(np.where(native, ~keeps(knobs), block >= heap_limit(knobs.allocator, engine)))
 
 
 def piece_of(spec: Spec, knobs: Knobs) -> NDArray[np.int64]:

@@ -8,14 +8,12 @@ cache ends with the thread, so the next probe finds the heap of a new process. I
 the peak of a GRU by up to 2 %.
 """
 
-import ctypes
 import faulthandler
 import gc
 import os
 import queue
 import select
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -23,7 +21,7 @@ import traceback
 import msgspec
 
 from oomguard._core.errors import MisuseError
-from oomguard._core.system import write_all
+from oomguard._core.system import end_with, write_all
 from oomguard._core.units import KIB, MIB, format_bytes
 from oomguard._device.budget import Reading
 from oomguard._device.find import Device, open_device
@@ -41,7 +39,6 @@ on the CPU) peaks differ by more than that from run to run."""
 LEFT_COMMITTED_BYTES = 16 * MIB
 """Committed bytes that may be left, where they are limited, beyond those after the first probe, when the C library has
 cached the stacks of all threads. oneDNN's kernels take up to 14 MiB."""
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MESSAGE_CHARACTERS = 300
 AGAIN = (Verdict.FITS, Verdict.STRAINED, Verdict.OVER, Verdict.UNSUPPORTED)
 """Verdicts after which a child may serve again. After others, something may be left that memory does not show."""
@@ -56,10 +53,7 @@ def main(parent: int, tied: bool) -> None:
     faulthandler.enable()
     answers = os.dup(1)
     os.dup2(2, 1)  # nothing that anything prints can come between the answers
-    if tied and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent ended before that was set
-        os._exit(1)
+    end_with(parent, tied)
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.stack_size(LISTENER_BYTES)
     threading.Thread(target=_listen, args=(parent, requests), daemon=True).start()
@@ -93,7 +87,7 @@ class Server:
         self.threads = torch.get_num_threads()
         self.base_bytes: int | None = None
         self.committed_bytes: int | None = None
-        self.warmed: set[bytes] = set()
+        self.warmed: set[int] = set()  # hashes of what has been warmed up
 
     def answer(self, line: bytes) -> Answer:
         try:
@@ -171,10 +165,11 @@ class Server:
         if request.candidate.threads is None and torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)  # otherwise it would have the threads of the last candidate
         device.settle(request.candidate)
-        kind = b"task"
         if isinstance(request, Request):
             spec = tiny_spec(request.spec)
-            kind = msgspec.json.encode((spec, tiny_candidate(spec, request.candidate), request.device))
+            kind = hash(msgspec.json.encode((spec, tiny_candidate(spec, request.candidate), request.device)))
+        else:
+            kind = hash((request.name, request.content))
         if kind not in self.warmed:
             run_tiny(request, device) if isinstance(request, Request) else run_tiny_task(request, device)
             self.warmed.add(kind)
@@ -185,8 +180,6 @@ class Server:
 
     def _is_as_new(self, now: Reading, request: AnyRequest) -> bool:
         """Whether the memory of this process is back where it was, as far as the next peak could tell."""
-        if isinstance(request, TaskRequest):  # the user's code may leave anything behind
-            return False
         if self.base_bytes is None:  # the candidate was refused before anything ran
             return True
         if self.committed_bytes is None:

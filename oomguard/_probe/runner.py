@@ -165,7 +165,8 @@ class Runner(AbstractContextManager["Runner", None]):
         Kernels stay loaded: oneDNN's LSTM takes 11 MiB that would count in the peak of PyTorch's own.
         """
         environment, child = self.device.environment(request.candidate, request.engine), self._child
-        kind: Any = (type(request), environment, request.engine, request.candidate.precision)
+        subject = request.name if isinstance(request, TaskRequest) else ""
+        kind: Any = (type(request), subject, environment, request.engine, request.candidate.precision)
         largest_bytes = _largest_bytes(request)
         usable = child is not None and child.kind == kind and child.process.poll() is None
         if child is None or not usable or largest_bytes < child.raised_bytes:

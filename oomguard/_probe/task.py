@@ -4,23 +4,24 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import msgspec
 from torch import nn
 
 from oomguard._device.find import Device
 from oomguard._probe.record import TaskRequest
 from oomguard._probe.sample import Meter
 from oomguard._step import accumulate_pieces, apply_gradient, check_optimizer, loss_on, make_scaler
-from oomguard._task.batches import Batches, mapped, tensors_of
-from oomguard._task.child import load, seed, try_task
+from oomguard._task.batches import mapped, tensors_of
+from oomguard._task.child import batches_of, seed, try_task
 from oomguard._task.task import user_code
+from oomguard._task.times import in_segments, time_of
 from oomguard._task.trace import build, make_optimizer
 
 
 def run_tiny_task(request: TaskRequest, device: Device) -> None:
     """Import the user's code and run a tiny step, which finds its errors and loads its kernels and libraries."""
-    task = load(request.content or request.name)
     seed(request.seed)
-    try_task(task, Batches(task), request.seq, device.name)
+    try_task(batches_of(request.content or request.name), request.seq, device.name)
 
 
 class TaskMeter(Meter):
@@ -28,11 +29,12 @@ class TaskMeter(Meter):
 
     def __init__(self, request: TaskRequest, device: Device) -> None:
         knobs, self.seq = request.candidate, request.seq
-        self.task = load(request.content or request.name)
-        self.batches = Batches(self.task)
+        self.batches = batches_of(request.content or request.name)
+        self.task, segments = in_segments(self.batches.task, knobs.segments, time_of(self.batches))
+        self.way = msgspec.structs.replace(knobs, segments=segments)
         super().__init__(knobs, device, request.rows or knobs.microbatch * knobs.accumulation, 0, request.passes)
         seed(request.seed)
-        self.model: nn.Module = build(self.task).to(device.name).train()
+        self.model: nn.Module = build(self.task, device.name).train()
         self.optimizer = make_optimizer(self.task, self.model)
         check_optimizer(self.optimizer)
         self.scaler = make_scaler(knobs, device.name)
@@ -62,7 +64,7 @@ class TaskMeter(Meter):
 
     def _update(self, pieces: Iterator[Any]) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        loss_of = partial(loss_on, self.task, self.model, self.candidate, self.device.name)
+        loss_of = partial(loss_on, self.task, self.model, self.way, self.device.name)
         with user_code("A step of the task must run", self.task.loss, "Correct that line."):
             accumulate_pieces(((piece, 1 / self.passes) for piece in pieces), loss_of, self.optimizer, self.scaler)
         apply_gradient(self.optimizer, self.optimizer.step, self.scaler, None)

@@ -43,7 +43,7 @@ def front(subject: Subject) -> Curve:
     marks = [
         Mark(text=row.words, x=row.peak_bytes / GIB, y=row.tokens_per_second) for row in _notable(best).itertuples()
     ]
-    plan = subject.plan
+    plan = subject.planned
     if plan is not None:  # about the same as the fastest, which would be the second mark
         del marks[1:]
     if plan is not None and plan.seconds_per_step is not None:
@@ -80,7 +80,7 @@ def _all_candidates(subject: Subject) -> pd.DataFrame:
     counts = subject.segments if subject.candidate.window is None else [1]
     product = itertools.product(subject.precisions, counts, subject.microbatches)
     precisions, segments, rows = map(list, zip(*product, strict=True))
-    sweep = subject.predict(
+    sweep = subject.chart(
         subject.vary(precision=precisions, segments=segments, microbatch=rows, levels=1, recompute=True)
     )
     knobs = sweep[[*KNOBS]].astype(object)
@@ -146,7 +146,7 @@ def region(subject: Subject) -> Curve:
         make_series("", x, top_border, tips=_border_tips(rows, best, "with segments"), slot=0),
     ]
     place = Mark(text="asked for", x=float(subject.candidate.microbatch), y=float(asked))
-    if subject.plan is not None:
+    if subject.planned is not None:
         place = msgspec.structs.replace(place, text="the plan", role="chosen")
     title, answer = _region_finding(subject, rows, whole, divided)
     return Curve(
@@ -188,15 +188,21 @@ def longest_steps(subject: Subject, rows: int, segments: bool, guess: int | None
 
 
 def predict_ways(subject: Subject, spec: Spec, rows: int, segments: bool) -> pd.DataFrame:
-    """Predictions for whole sequences, or for every number of segments and levels that is considered."""
-    ways = [(1, 1)]
-    if segments:
-        ways = [
-            (count, levels)
-            for levels, least in LEVELS_FROM.items()
-            for count in subject.segments_for(spec.steps)
-            if count >= least and (levels == 1 or not spec.bidirectional)
-        ]
+    """Predictions for every number of segments and levels that is considered, or for whole sequences.
+
+    Whole sequences may also run as in plain PyTorch, whose heap and precision can need less.
+    """
+    own = subject.candidate
+    if not segments:
+        settings = {"allocator": [own.allocator, "system"], "precision": [own.precision, "fp32"]}
+        varied = subject.vary(spec, microbatch=rows, segments=1, levels=1, recompute=True, window=None, **settings)
+        return subject.predict(varied, spec)
+    ways = [
+        (count, levels)
+        for levels, least in LEVELS_FROM.items()
+        for count in subject.segments_for(spec.steps)
+        if count >= least and (levels == 1 or not spec.bidirectional)
+    ]
     counts, levels = np.array(ways).T
     varied = subject.vary(spec, microbatch=rows, segments=counts, levels=levels, recompute=True, window=None)
     return subject.predict(varied, spec)
@@ -265,10 +271,9 @@ def redrawn_curves(plan: Plan) -> list[dict[str, Curve]]:
     subject = subject_of(plan)
     choices = {name: {"the plan": make(subject)} for name, make in MAKERS.items()}
     for knob, words, values in _changes(subject):
-        # without the plan, whose peak would be wrong there
         candidate = msgspec.structs.replace(subject.candidate, **values)
         precisions = (candidate.precision,) if knob == "precision" else subject.precisions
-        changed = replace(subject, candidate=candidate, precisions=precisions, plan=None)
+        changed = replace(subject, candidate=candidate, precisions=precisions)
         for name in (name for name, knobs in CHANGED_KNOBS.items() if knob in knobs):
             curve = MAKERS[name](changed)
             looks = [(other.series, other.x, other.y, other.below) for other in choices[name].values()]

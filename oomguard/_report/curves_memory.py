@@ -52,7 +52,7 @@ def _precision_sweeps(subject: Subject) -> dict[str, pd.DataFrame]:
     """Predictions for every microbatch, by precision. Precisions that come out alike are one entry: `fp32 and bf16`."""
     groups: list[tuple[list[str], pd.DataFrame]] = []
     for precision in subject.precisions:
-        sweep = subject.predict(subject.vary(microbatch=subject.microbatches, precision=precision))
+        sweep = subject.chart(subject.vary(microbatch=subject.microbatches, precision=precision))
         alike = [names for names, other in groups if np.allclose(other.peak_bytes, sweep.peak_bytes, ALIKE, 0)]
         if alike:
             alike[0].append(precision)
@@ -101,7 +101,7 @@ def memory_axis(label: str, values: Iterable[float], budget: float) -> Axis:
 
 def _plan_mark(subject: Subject, x: float) -> list[Mark]:
     """The peak of the plan's candidate at a position along the x axis. Empty without a plan."""
-    plan = subject.plan
+    plan = subject.planned
     return [] if plan is None else [Mark(text="the plan", x=x, y=plan.peak_bytes / GIB, role="chosen")]
 
 
@@ -114,7 +114,8 @@ def largest_microbatch(subject: Subject, precision: str) -> int | None:
 def _microbatch_finding(subject: Subject, sweeps: dict[str, pd.DataFrame]) -> tuple[str, str]:
     budget, batch = format_bytes(subject.budget_bytes), subject.spec.batch
     largest = {name: largest_microbatch(subject, name.split()[0]) for name in sweeps}
-    first, size = next(iter(largest.items()))
+    first = next((name for name in sweeps if subject.candidate.precision in name.split()), next(iter(sweeps)))
+    size = largest[first]
     if not np.any(sweeps[first].runs):
         limit = f"cuDNN takes at most {cudnn.MAX_STEPS:,} steps at once"
         return limit, f"{limit}, whatever the memory: {times(subject.spec.steps, 'step')} need segments."
@@ -156,10 +157,11 @@ def segments(subject: Subject) -> Curve:
         answer=answer,
         x=log_axis("Segments", "", [1, most], base=2),
         y=memory_axis("Peak", peaks, subject.budget_bytes / GIB),
-        below=linear_axis("Time", "s per step" if subject.calibrated else "× plain", durations),
+        below=linear_axis("Time", "s per step" if subject.calibrated else "× one piece", durations),
         series=tuple(series),
         marks=(
             budget_mark(subject),
+            *_plain_mark(subject, sweep),
             Mark(text=f"knee: {count:,} segments", x=count, y=float(sweep.peak_bytes[knee]) / GIB),
             Mark(text="", x=count, y=float(sweep.seconds_per_step[knee]) / unit_seconds, panel=1),
             *(_plan_mark(subject, subject.candidate.segments) if subject.candidate.window is None else []),
@@ -167,10 +169,17 @@ def segments(subject: Subject) -> Curve:
     )
 
 
+def _plain_mark(subject: Subject, sweep: pd.DataFrame) -> list[Mark]:
+    """The peak of plain PyTorch, unless it is that of one piece, where the line begins."""
+    plain = subject.plain_bytes
+    close = abs(plain / sweep.peak_bytes[0] - 1) <= ALIKE
+    return [] if close else [Mark(text=f"plain PyTorch {format_bytes(plain)}", y=plain / GIB)]
+
+
 def segments_sweep(subject: Subject, levels: int = 1) -> pd.DataFrame:
     """Predictions for numbers of segments from 1 on; with two levels, from where a second level can save memory."""
     counts = [count for count in subject.segments if count >= LEVELS_FROM[levels]]
-    return subject.predict(subject.vary(segments=counts, levels=levels, recompute=True, window=None))
+    return subject.chart(subject.vary(segments=counts, levels=levels, recompute=True, window=None))
 
 
 def knee_row(sweep: pd.DataFrame) -> int:
@@ -182,7 +191,10 @@ def knee_row(sweep: pd.DataFrame) -> int:
 def _segment_lines(subject: Subject, levels: int, sweep: pd.DataFrame, unit_seconds: float) -> list[Series]:
     slot, suffix = levels - 1, " in 2 levels" if levels == 2 else ""
     counts, durations = sweep.segments, sweep.seconds_per_step / unit_seconds
-    words = [format_seconds(time) if subject.calibrated else f"{time:.2f} times as long as plain" for time in durations]
+    words = [
+        format_seconds(time) if subject.calibrated else f"{time:.2f} times as long as in one piece"
+        for time in durations
+    ]
     tips = [
         [f"{times(count, 'segment')}{suffix}: {phrase}" for count, phrase in zip(counts, phrases, strict=True)]
         for phrases in (map(format_bytes, sweep.peak_bytes), words)
@@ -196,25 +208,32 @@ def _segment_lines(subject: Subject, levels: int, sweep: pd.DataFrame, unit_seco
 
 def _segments_finding(subject: Subject, sweep: pd.DataFrame) -> tuple[str, str]:
     knee, counts = knee_row(sweep), sweep.segments
-    plain, there, least = map(format_bytes, (sweep.peak_bytes[0], sweep.peak_bytes[knee], sweep.peak_bytes.min()))
+    whole, there, least = map(format_bytes, (sweep.peak_bytes[0], sweep.peak_bytes[knee], sweep.peak_bytes.min()))
+    plain, microbatch = format_bytes(subject.plain_bytes), subject.candidate.microbatch
     if not knee:
-        answer = f"Without segments a step needs {plain}, and no number of them lowers that."
+        answer = (
+            f"In one piece a pass of {times(microbatch, 'sequence')} needs {whole}; no number of segments lowers that."
+        )
         return "Segments save nothing here", answer
     slower = sweep.seconds_per_step / sweep.seconds_per_step[0]
     quickest = 1 + int(slower[1:].argmin())
-    costs = f"{slower[knee]:.2f} times as long"
+    costs = f"{slower[knee]:.2f} times as long as in one piece"
     if slower[quickest] < 0.95 * slower[knee]:
         costs += f" ({counts[quickest]:,} segments: {slower[quickest]:.2f} times)"
     budget = format_bytes(subject.budget_bytes)
     if not sweep.fits.any():
-        needed = f"No number of segments fits {budget} with a microbatch of {subject.candidate.microbatch:,}."
+        needed = f"No number of segments fits {budget} with a microbatch of {microbatch:,}."
     elif (fewest := int(counts[sweep.fits].min())) == 1:
         needed = f"The budget of {budget} needs no segments."
     else:
         needed = f"The budget of {budget} needs at least {fewest:,} segments."
-    return f"{counts[knee]:,} segments cut the peak from {plain} to {there}", (
-        f"That is {ENOUGH:.0%} of what segments can save (the least is {least}); a step takes {costs}. {needed}"
-    )
+    if subject.plain_bytes <= sweep.peak_bytes[knee]:
+        title = f"{counts[knee]:,} segments need {there}, and plain PyTorch {plain}"
+    else:
+        title = f"{counts[knee]:,} segments cut the peak from {plain} to {there}"
+    saved = f"{ENOUGH:.0%} of what segments can save (the least is {least})"
+    settings = "" if whole == plain else f" In one piece, these settings need {whole}."
+    return title, f"That is {saved}; a step takes {costs}. {needed}{settings}"
 
 
 def terms(subject: Subject) -> Curve:
@@ -240,7 +259,7 @@ def terms(subject: Subject) -> Curve:
         x=linear_axis("Sequence length", "time steps", [rows.index[-1] / 1.08]),
         y=linear_axis("Peak memory", "GiB", [top_bytes / GIB, *(mark.y or 0 for mark in visible)]),
         series=_stack(rows, [times(steps, "step") for steps in rows.index]),
-        marks=(*visible, Mark(text=times(asked, "step"), x=float(asked), role="chosen" if subject.plan else "note")),
+        marks=(*visible, Mark(text=times(asked, "step"), x=float(asked), role="chosen" if subject.planned else "note")),
     )
 
 

@@ -16,11 +16,11 @@ from oomguard._core.units import read_budget
 from oomguard._device.cpu import cpu_precisions
 from oomguard._device.find import find_budget, find_target
 from oomguard._estimate import cards
-from oomguard._estimate.breakdown import estimate_batch
+from oomguard._estimate.breakdown import estimate_batch, estimate_step
 from oomguard._estimate.malloc import default_allocator
 from oomguard._estimate.moments import TERMS
 from oomguard._estimate.target import Target
-from oomguard._plan.make import pareto_front
+from oomguard._plan.make import pareto_front, plain_candidate
 from oomguard._plan.store import load_spec_plan
 from oomguard._plan.value import Plan
 from oomguard._predict.calibration import Calibration
@@ -136,6 +136,32 @@ class Subject:
         }
         table = pd.DataFrame(columns, index=range(len(candidates)), copy=False)
         return table.astype({"window": "Int64", "threads": "Int64"})
+
+    @property
+    def planned(self) -> Plan | None:
+        """The plan, if the subject's candidate is the one that it chose."""
+        return self.plan if self.plan is not None and self.plan.candidate == self.candidate else None
+
+    @property
+    def plain_bytes(self) -> int:
+        """The peak of PyTorch without oomguard: as the plan says it, otherwise as predicted here."""
+        if self.plan is not None:
+            return self.plan.plain.expected.peak_bytes
+        plain = plain_candidate(self.spec, cuda=self.target.cuda, cores=os.cpu_count() or 1)
+        return int(self.calibration.predict(estimate_step(self.spec, plain, self.target))[0].peak_bytes)
+
+    def chart(self, candidates: Candidates) -> pd.DataFrame:
+        """What `predict` says; of the candidate that the plan chose, what the plan says."""
+        table, plan = self.predict(candidates), self.planned
+        chosen = [] if plan is None else [i for i in range(len(candidates)) if candidates[i] == plan.candidate]
+        if plan is not None and chosen:
+            table.loc[chosen, "peak_bytes"] = plan.peak_bytes
+            table.loc[chosen, "safe_bytes"] = table.loc[chosen, "safe_bytes"].clip(lower=plan.peak_bytes)
+            table.loc[chosen, "fits"] = True
+        if plan is not None and chosen and plan.seconds_per_step is not None:
+            table.loc[chosen, "seconds_per_step"] = plan.seconds_per_step
+            table.loc[chosen, "tokens_per_second"] = self.spec.steps * self.spec.batch / plan.seconds_per_step
+        return table
 
     def with_seq(self, steps: int) -> Spec:
         return msgspec.structs.replace(self.spec, seq=steps, lengths=None)

@@ -96,27 +96,34 @@ def show_sections(sections: Iterable[Section], console: "Console", first_style: 
 
 
 def show_table(table: Table, console: "Console", indent: str = "") -> None:
-    """Print a table. In a narrow terminal, words and then figures continue on the next line of their cell."""
+    """Print a table. In a narrow terminal, cells continue on their next line: words, then figures, then letters."""
     from rich.text import Text
 
-    width = console.width - len(indent)
-    for gap, figures_wrap in ((2, False), (2, True), (1, True)):
-        widths = _least_widths(table, figures_wrap=figures_wrap)
-        least = sum(widths) + gap * (len(widths) - 1)
-        if least <= width:
-            break
-    grid = _rich_table(table, widths, gap, console)
-    for segments in console.render_lines(grid, console.options.update(width=max(width, least)), pad=False):
+    widths, gap = _fit(table, console.width - len(indent))
+    grid, width = _rich_table(table, widths, gap, console), sum(widths) + gap * (len(widths) - 1)
+    for segments in console.render_lines(grid, console.options.update(width=width), pad=False):
         _print_line(Text.assemble(indent, *((segment.text, segment.style or "") for segment in segments)), console)
 
 
-def _least_widths(table: Table, *, figures_wrap: bool) -> list[int]:
-    """The least width of each column: figures are broken at most between words."""
+def _fit(table: Table, width: int) -> tuple[list[int], int]:
+    """The width of each column, and the gap between two, so that the table is no wider than the terminal."""
     columns = [*zip(table.header, *table.rows, strict=True)]
     longest = [max(map(len, cells)) for cells in columns]
     words = [max((len(word) for cell in cells for word in cell.split()), default=0) for cells in columns]
-    figures = words if figures_wrap else longest
-    return [figures[i] if side == "r" else min(longest[i], NARROWEST) for i, side in enumerate(table.align)]
+    heads = [max(map(len, head.split()), default=0) for head in table.header]
+    for gap, figures in ((2, longest), (2, words), (1, words)):
+        wraps = zip(table.align, figures, longest, heads, strict=True)
+        widths = [most if side == "r" else min(full, max(NARROWEST, head)) for side, most, full, head in wraps]
+        spare = width - sum(widths) - gap * (len(widths) - 1)
+        if spare >= 0:
+            break
+    for column in sorted(range(len(widths)), key=lambda column: longest[column] - widths[column]):
+        more = min(longest[column] - widths[column], max(0, spare))
+        widths[column], spare = widths[column] + more, spare - more
+    while spare < 0 and max(widths) > 1:
+        widths[widths.index(max(widths))] -= 1
+        spare += 1
+    return widths, gap
 
 
 def _rich_table(table: Table, widths: list[int], gap: int, console: "Console") -> "RichTable":
@@ -128,7 +135,7 @@ def _rich_table(table: Table, widths: list[int], gap: int, console: "Console") -
     styles = table.styles or ("",) * len(widths)
     justify: dict[str, JustifyMethod] = {"l": "left", "r": "right"}
     for head, side, width, style in zip(table.header, table.align, widths, styles, strict=True):
-        grid.add_column(Text(safe(head, console)), justify=justify[side], min_width=width, style=style)
+        grid.add_column(Text(safe(head, console)), justify=justify[side], width=width, style=style, overflow="fold")
     for number, row in enumerate(table.rows):
         total = number == len(table.rows) - table.sums
         grid.add_row(*(Text(safe(cell, console)) for cell in row), style="bold" if total else "")

@@ -193,8 +193,10 @@ def _lines(over: Over, rows: pd.DataFrame) -> Table:
         columns["microbatch"] = [f"{size:,} × {passes:,}" for size, passes in pairs]
     columns["peak"] = [*map(format_bytes, rows["peak_bytes"])]
     columns["with margin"] = [*map(format_bytes, rows["peak_bytes"] + rows["margin_bytes"])]
-    columns["step time"] = [*map(format_seconds, rows["seconds_per_step"])]
-    columns["tokens/s"] = [*map(figure, rows["tokens_per_second"])]
+    if {"seq", "batch"} & {*names}:  # steps of different sizes cannot be compared by their time
+        columns["tokens/s"] = [*map(figure, rows["tokens_per_second"])]
+    else:
+        columns["step time"] = [*map(format_seconds, rows["seconds_per_step"])]
     if rows["verdict"].notna().any():
         columns["measured"] = [*map(_measured_words, rows["measured_peak_bytes"], rows["verdict"])]
     return from_columns(columns, [name for name in names if isinstance(over.get(name, [0])[0], str)])

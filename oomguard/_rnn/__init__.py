@@ -1,8 +1,9 @@
 """Exact recurrent calls, for any model and for the model of a spec.
 
 For any model: segmented.py (`segmented`, `segment`), calls.py (one call in pieces), pieces.py (where it is cut),
-room.py (how many segments fit into a budget), scan.py (`scan`, `chunked_loss`). For the model of a spec: model.py,
-run.py (one microbatch in pieces), bptt.py (backpropagation through time). seed.py starts backward passes for both.
+room.py (how many segments fit into a budget), scan.py (`scan`), losses.py (`chunked_loss`, `piecewise_loss`). For the
+model of a spec: model.py, run.py (one microbatch in pieces), bptt.py (backpropagation through time). seed.py starts
+backward passes for both.
 """
 
 from oomguard._rnn.bptt import backward

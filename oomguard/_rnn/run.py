@@ -17,6 +17,11 @@ Mark = Tensor | None  # the state of a random generator; None if nothing is rand
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def autocast(precision: str, kind: str) -> AbstractContextManager[Any]:
+    """Return a context that computes in a precision on a kind of device."""
+    return torch.autocast(kind, DTYPES[precision]) if precision in DTYPES else nullcontext()
+
+
 class Microbatch(NamedTuple):
     """The sequences of one pass, padded to one length. They may stay in host memory: pieces are copied one by one."""
 
@@ -124,9 +129,7 @@ class Run:
 
     def computing(self) -> AbstractContextManager[Any]:
         """Return a context that computes in the candidate's precision."""
-        if self.candidate.precision == "fp32":
-            return nullcontext()
-        return torch.autocast(self.model.device.type, DTYPES[self.candidate.precision])
+        return autocast(self.candidate.precision, self.model.device.type)
 
     def loss(self, i: int, hidden: Tensor) -> Tensor | None:
         """Return the loss of piece `i`; None if it has no targets."""

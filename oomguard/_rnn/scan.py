@@ -1,19 +1,20 @@
-"""Exact recomputation for loops in Python: `scan` for loops over cells, `chunked_loss` for the head and its loss.
+"""Exact recomputation for loops in Python: `scan` for loops over cells, `run_loop` for any loop in pieces.
 
 A loop runs in pieces. Its forward pass keeps the state before each piece; its backward pass recomputes the pieces, from
 the last to the first. A loop may use any tensors of the code around it, such as weights: a function mode notes those
 that need gradients, so that they become inputs of the autograd function.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from oomguard._batch import leaves_of, map_leaves
 from oomguard._core.errors import MisuseError, check_whole, shown
@@ -27,7 +28,6 @@ Y = TypeVar("Y")
 RunPiece = Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
 """Takes the state before a piece and its inputs; returns the state after it and its outputs, one for each step."""
 SAME = 0.01  # relative difference up to which a recomputed state is the first one: kernels of cards may add differently
-SAMPLES = 16  # rows on which a loss is checked for being a sum
 
 
 def scan(step: Callable[[S, X], tuple[S, Y]], state: S, inputs: X, segments: int | None = None) -> tuple[S, Y]:
@@ -51,8 +51,8 @@ def scan(step: Callable[[S, X], tuple[S, Y]], state: S, inputs: X, segments: int
     >>> outputs.shape, cell.weight_hh.grad.shape
     (torch.Size([100, 2, 4]), torch.Size([12, 4]))
     """
-    parts, state_tree = _tensors("state", state)
-    series, inputs_tree = _tensors("inputs", inputs)
+    parts, state_tree = flattened("state of a scan", state)
+    series, inputs_tree = flattened("inputs of a scan", inputs)
     if not series or len({part.shape[:1] for part in series}) != 1 or not series[0].shape or not len(series[0]):
         sizes = ", ".join(str(tuple(part.shape)) for part in series) or "no tensor"
         advice = "Put time first, and give at least one step."
@@ -63,97 +63,42 @@ def scan(step: Callable[[S, X], tuple[S, Y]], state: S, inputs: X, segments: int
     def run_piece(before: Tensors, given: Tensors) -> tuple[Tensors, Tensors]:
         made = list[Tensors]()
         for i in range(len(given[0])):
-            now = _rebuilt(before, state_tree)
-            after, output = step(now, _rebuilt([part[i] for part in given], inputs_tree))
-            before, after_tree = _tensors("state", after)
+            now = unflattened(before, state_tree)
+            after, output = step(now, unflattened([part[i] for part in given], inputs_tree))
+            before, after_tree = flattened("state of a scan", after)
             if after_tree != state_tree:
                 got = f"it returned {shown(after_tree)} for {shown(state_tree)}"
                 advice = "Return (state, output), with the state as it came in."
                 raise MisuseError(rule="A step must return a state like the one it is given", got=got, advice=advice)
-            leaves, trees["outputs"] = ([], ()) if output is None else _tensors("output", output)
+            leaves, trees["outputs"] = flattened("output of a scan", output)
             made.append(leaves)
         return before, [torch.stack(column) for column in zip(*made, strict=True)]
 
     size = -(-steps // min(steps, segments or round(math.sqrt(steps))))
     spans = [(start, min(size, steps - start)) for start in range(0, steps, size)]
-    after, outputs = _run(run_piece, spans, parts, series)
-    made: Any = _rebuilt(outputs, trees["outputs"]) if outputs else None
-    return _rebuilt(after, state_tree), made
+    after, outputs = run_loop(run_piece, spans, parts, series)
+    return unflattened(after, state_tree), unflattened(outputs, trees["outputs"])
 
 
-def chunked_loss(
-    head: Callable[[Tensor], Tensor],
-    loss: Callable[[Tensor, Tensor], Tensor],
-    hidden: Tensor,
-    targets: Tensor,
-    chunks: int,
-) -> Tensor:
-    """Return `loss(head(hidden), targets)`, computed in chunks, so that the logits never exist as a whole.
+def flattened(what: str, value: object) -> tuple[Tensors, object]:
+    """Return the tensors of a nested structure in the order of their paths, and the structure without them.
 
-    The last dimension of `hidden` holds features. All others are flattened to rows, as are those of `targets`, and each
-    chunk has some of the rows. `head` must treat rows independently, as nn.Linear does. `loss` must return the sum over
-    its rows (`reduction="sum"`), because means of chunks do not add up: divide the result by the number of targets.
-    The backward pass computes each chunk again.
-
-    >>> import oomguard, torch
-    >>> head, loss = torch.nn.Linear(4, 1000), torch.nn.CrossEntropyLoss(reduction="sum")
-    >>> hidden, targets = torch.randn(50, 2, 4, requires_grad=True), torch.randint(1000, (50, 2))
-    >>> total = oomguard.chunked_loss(head, loss, hidden, targets, chunks=8)
-    >>> (total / targets.numel()).backward()
-    >>> hidden.grad.shape
-    torch.Size([50, 2, 4])
+    None has no tensors.
     """
-    check_whole("chunks", chunks, 1, 1_000_000_000, optional=False)
-    if hidden.dim() < 2 or targets.shape[: hidden.dim() - 1] != hidden.shape[:-1] or not hidden.numel():
-        raise MisuseError(
-            rule="Targets need the dimensions of the hidden states, except the last one",
-            got=f"got {tuple(targets.shape)} for {tuple(hidden.shape)}",
-            advice="Give one target for each step of each sequence.",
-        )
-    rows, wanted = hidden.flatten(0, -2), targets.flatten(0, hidden.dim() - 2)
-    _check_sum(head, loss, rows, wanted)
-
-    def run_piece(before: Tensors, given: Tensors) -> tuple[Tensors, Tensors]:
-        return [before[0] + loss(head(given[0]), given[1])], []
-
-    size = -(-len(rows) // chunks)
-    spans = [(start, min(size, len(rows) - start)) for start in range(0, len(rows), size)]
-    zero = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
-    return _run(run_piece, spans, [zero], [rows, wanted])[0][0]
-
-
-def _check_sum(
-    head: Callable[[Tensor], Tensor], loss: Callable[[Tensor, Tensor], Tensor], rows: Tensor, targets: Tensor
-) -> None:
-    """Raise unless the loss of some rows is the sum of the losses of its two halves."""
-    some = torch.linspace(0, len(rows) - 1, min(SAMPLES, len(rows)), device=rows.device).long()
-    restore_random = remember_all(rows.device)
-    with torch.no_grad():
-        logits, wanted = head(rows[some]), targets[some]
-        whole = loss(logits, wanted)
-        parts = zip(logits.tensor_split(2), wanted.tensor_split(2), strict=True)
-        halves = [loss(*pair).sum().item() for pair in parts if len(pair[0])]
-    restore_random()
-    if whole.dim() or not (whole.isnan() or math.isclose(whole.item(), sum(halves), rel_tol=SAME, abs_tol=1e-6)):
-        raise MisuseError(
-            rule="The loss of chunks must be a sum over rows",
-            got=f"it has the shape {tuple(whole.shape)}" if whole.dim() else "it is not",
-            advice='Use reduction="sum", and divide the result by the number of targets.',
-        )
-
-
-def _tensors(what: str, value: object) -> tuple[Tensors, object]:
-    """Return the tensors of a nested structure in the order of their paths, and the structure without them."""
+    if value is None:
+        return [], None
     leaves = leaves_of(value)
     for leaf in leaves.values():
         if not isinstance(leaf, Tensor):
             advice = "Use tensors, or nested tuples, lists and dicts of them."
-            raise MisuseError(rule=f"The {what} of a scan must be tensors", got=f"got {shown(leaf)}", advice=advice)
+            raise MisuseError(rule=f"The {what} must be tensors", got=f"got {shown(leaf)}", advice=advice)
     return [leaves[path] for path in sorted(leaves)], map_leaves(lambda path, leaf: "tensor", value)
 
 
-def _rebuilt(tensors: Tensors, structure: Any) -> Any:
-    """Put tensors back into the structure that `_tensors` took them from."""
+def unflattened(tensors: Tensors, structure: Any) -> Any:
+    """Put tensors back into the structure that `flattened` took them from."""
+    if structure is None:
+        return None
     by_path = dict(zip(sorted(leaves_of(structure)), tensors, strict=True))
     return map_leaves(lambda path, leaf: by_path[path], structure)
 
@@ -208,28 +153,34 @@ class _Loop(NamedTuple):
     spans: list[tuple[int, int]]  # the first step of each piece, and its number of steps
     random: list[Callable[[], None]]  # set the random numbers back to those before each piece
     others: Tensors  # tensors that the loop uses beside its state and its inputs, and that need gradients
-    counts: tuple[int, int]  # tensors of the state, inputs
+    sizes: list[int]  # tensors of the state before each piece, and after the last
+    inputs: int  # tensors of the inputs
     autocast: tuple[str, torch.dtype, bool]
+    modes: list[TorchFunctionMode]  # such as that of `segmented`; backward passes run without them
 
 
-def _run(run_piece: RunPiece, spans: list[tuple[int, int]], state: Tensors, inputs: Tensors) -> tuple[Tensors, Tensors]:
+def run_loop(
+    run_piece: RunPiece, spans: list[tuple[int, int]], state: Tensors, inputs: Tensors
+) -> tuple[Tensors, Tensors]:
     """Run a loop without a graph; return the last state and the outputs, as results of an autograd function."""
     before, series = [part.detach() for part in state], [part.detach() for part in inputs]
-    used, marks, borders, made = _UsedTensors(), list[Callable[[], None]](), list[Tensor](), list[Tensors]()
+    used, marks, borders, made = _UsedTensors(), list[Callable[[], None]](), list[Tensors](), list[Tensors]()
     device = (state + inputs)[0].device
     with torch.no_grad(), used:
         for span in spans:
-            borders += before
+            borders.append(before)
             marks.append(remember_all(device))
             before, outputs = run_piece(before, [part.narrow(0, *span) for part in series])
             made.append(outputs)
         results = [part.clone() for part in before] + [torch.cat(parts) for parts in zip(*made, strict=True)]
     if torch.is_grad_enabled():
-        others = [*used.found.values()]
-        loop = _Loop(run_piece, spans, marks, others, (len(state), len(inputs)), autocast_setting(device.type))
+        others, sizes = [*used.found.values()], [len(state) for state in (*borders, before)]
+        setting = autocast_setting(device.type)
+        modes: list[TorchFunctionMode] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        loop = _Loop(run_piece, spans, marks, others, sizes, len(inputs), setting, modes)
         apply: Callable[..., tuple[Tensor, ...]] = _Recomputed.apply
-        results = [*apply(loop, results, *state, *inputs, *others, *borders)]
-    return results[: len(state)], results[len(state) :]
+        results = [*apply(loop, results, *state, *inputs, *others, *itertools.chain(*borders))]
+    return results[: len(before)], results[len(before) :]
 
 
 class _Recomputed(torch.autograd.Function):
@@ -247,40 +198,44 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, *of_results: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
         loop: _Loop = ctx.loop
-        n, middle, saved = loop.counts[0], sum(loop.counts), [*ctx.saved_tensors]
+        n, last, saved = loop.sizes[0], loop.sizes[-1], [*ctx.saved_tensors]
+        middle = n + loop.inputs
         inputs, borders = saved[n:middle], saved[middle + len(loop.others) :]
         wanted = ctx.needs_input_grad[2 + n : 2 + middle]
         of_inputs: Gradients = [torch.zeros_like(x) if y else None for x, y in zip(inputs, wanted, strict=True)]
         of_others: Gradients = [None for _ in loop.others]
-        of_state, after = [*of_results[:n]], Tensors()
+        of_state, after = [*of_results[:last]], Tensors()
         # tensors with a graph of their own become leaves, so that a piece's backward pass ends there
         others = [tensor if tensor.is_leaf else tensor.detach().requires_grad_() for tensor in loop.others]
         instead = _Replaced({id(a): b for a, b in zip(loop.others, others, strict=True) if a is not b})
-        with torch.enable_grad(), torch.autocast(*loop.autocast), instead:
+        with torch.enable_grad(), torch.autocast(*loop.autocast), ExitStack() as stack:
+            for mode in (*loop.modes, instead):
+                stack.enter_context(mode)
             for i, (start, steps) in reversed([*enumerate(loop.spans)]):
-                first = borders[i * n : (i + 1) * n]
+                size = loop.sizes[i]
+                first = [borders.pop() for _ in range(size)][::-1]
                 before = [part.detach().requires_grad_(part.is_floating_point()) for part in first]
                 cuts = [part.narrow(0, start, steps).detach() for part in inputs]
                 given = [cut.requires_grad_(need) for cut, need in zip(cuts, wanted, strict=True)]
                 with _repeated_random(loop.random[i], saved[0].device):
                     ends, made = loop.run_piece(before, given)
                 _check_same(ends, after)
-                of_made = [None if g is None else g.narrow(0, start, steps) for g in of_results[n:]]
+                of_made = [None if g is None else g.narrow(0, start, steps) for g in of_results[last:]]
                 pairs = zip([*ends, *made], [*of_state, *of_made], strict=True)
                 tops = [(end, gradient) for end, gradient in pairs if gradient is not None]
                 if i == len(loop.spans) - 1:
                     _check_known(tops, [*before, *given, *others], loop.others)
                 found = gradients_of([*before, *given, *others], tops)
                 del ends, made, tops, pairs  # free the graph of this piece before the next one is built
-                of_state, after = found[:n], first
-                for total, gradient in zip(of_inputs, found[n:middle], strict=True):
+                of_state, after = found[:size], first
+                for total, gradient in zip(of_inputs, found[size : size + loop.inputs], strict=True):
                     if total is not None and gradient is not None:
                         total.narrow(0, start, steps).copy_(gradient)
-                for j, gradient in enumerate(found[middle:]):
+                for j, gradient in enumerate(found[size + loop.inputs :]):
                     if gradient is not None:
                         total = of_others[j]
                         of_others[j] = gradient if total is None else total + gradient
-        return None, None, *of_state, *of_inputs, *of_others, *(None for _ in borders)
+        return None, None, *of_state, *of_inputs, *of_others, *(None for _ in saved[middle + len(loop.others) :])
 
 
 def _check_same(recomputed: Tensors, first: Tensors) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from oomguard._core.errors import MisuseError
 from oomguard._estimate.breakdown import estimate_step, split
-from oomguard._estimate.margins import sigmas
+from oomguard._estimate.margins import SETTLED, sigmas
 from oomguard._predict.calibration import Kind, kind_of
 from oomguard._predict.fit import Floats
 from oomguard._probe.record import Record
@@ -38,6 +38,7 @@ MEASURE_SECONDS, MEASURE_STEPS = 1.5, 30
 SAFE_SHARE = 4
 """A kind that has not been measured is first run in a quarter of the spare budget: stored errors are those of other
 machines."""
+SETTLE_SHARE = 0.5  # share of the time of a confirming probe that may be spent to see its peak settle
 CONFIRM_SHARE = 0.7  # share of the time left that the last pass may take: it may be slower than expected
 Role = Literal["calibrate", "explore", "confirm"]
 
@@ -126,7 +127,8 @@ def _promising(state: State, table: CandidateTable) -> Iterator[tuple[int, int]]
     (times, noise), whole = table.calibration.times, table.spec.steps
     mean, places = np.log(table.expected.seconds_per_step), table.calibration.time_places(table.estimate)
     best, short = least(mean, table.eligible), short_steps(table)
-    confirming = 0.0 if _confirmed(state, table)[best] else min(state.confirm_seconds, table.pass_seconds[best])
+    confirm = _confirm(state, table, best)
+    confirming = 0.0 if confirm is None else min(state.confirm_seconds, confirm.seconds_per_pass)
     left = state.left - confirming / CONFIRM_SHARE - state.child_seconds
     last = {kind_of(state.records[-1])} if state.records else set[Kind]()
     start = state.child_seconds * ~table.of_kinds(last)
@@ -185,7 +187,7 @@ def _confirm(state: State, table: CandidateTable, row: int) -> Probe | None:
     confirmed, seconds = _confirmed(state, table), table.expected.seconds_per_step
     if confirmed.any() and seconds[row] >= (1 - WORTH) * seconds[confirmed].min():
         return None
-    return make_probe(state, table, row, "confirm", _confirm_steps(state, table, row))
+    return make_probe(state, table, row, "confirm", _confirm_steps(state, table, row), settle=True)
 
 
 def _confirm_steps(state: State, table: CandidateTable, row: int) -> int:
@@ -221,8 +223,11 @@ def _compare(state: State, table: CandidateTable, best: int) -> Probe | None:
     return turns[bool(state.records) and turns[0].is_of(state.records[-1])]
 
 
-def make_probe(state: State, table: CandidateTable, row: int, role: Role, steps: int) -> Probe:
-    """A probe of a candidate with sequences of so many steps, or half of them, and so on, until it surely fits."""
+def make_probe(state: State, table: CandidateTable, row: int, role: Role, steps: int, *, settle: bool = False) -> Probe:
+    """A probe of a candidate with sequences of so many steps, or half of them, and so on, until it surely fits.
+
+    With `settle`, it runs until its peak has settled, if there is time.
+    """
     problem, chosen, kind = state.problem, table.candidates[row], table.kind_at(row)
     whole = problem.spec_of(chosen.microbatch, table.spec)
     measured = any(kind_of(record) == kind for record in state.own_records)
@@ -241,12 +246,15 @@ def make_probe(state: State, table: CandidateTable, row: int, role: Role, steps:
         steps //= 2
     pass_seconds = float(table.pass_seconds[row]) * spec.steps / whole.steps
     twice = pass_seconds <= CHILD_SECONDS
+    passes = 2 if twice else 1
+    if settle or not problem.timed:  # what counts is the peak, which needs some passes to show
+        passes = int(min(SETTLED, max(passes, SETTLE_SHARE * state.confirm_seconds / pass_seconds)))
     return Probe(
         spec=spec,
         candidate=candidate,
         role=role,
-        passes=2 if twice else 1,
-        steps=MEASURE_STEPS if twice else 1,
+        passes=passes,
+        steps=MEASURE_STEPS if passes > 1 else 1,
         peak_bytes=expected.peak_bytes,
         seconds_per_pass=pass_seconds,
     )

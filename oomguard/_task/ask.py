@@ -1,36 +1,128 @@
 """Ask a child process about a task. This module does not import torch, unless the task has data of this process."""
 
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from oomguard._core.errors import MisuseError
-from oomguard._core.system import run_elsewhere
+from oomguard._core.system import Elsewhere
+from oomguard._core.units import format_seconds
 from oomguard._device.cpu import Cpu
+from oomguard._estimate.malloc import ENVIRONMENT, heap_of
+from oomguard._estimate.target import Target
+from oomguard._spec.spec import MAX_BATCH
 from oomguard._task.task import Task, packed
+
+if TYPE_CHECKING:
+    from oomguard._task.check import Finding
+    from oomguard._task.child import Answer
+
+SECONDS = 180.0  # time limit of traces or a check, and of the tiny passes that are run if traces take longer
+KNOBS = ("accumulation", "segments", "precision", "training")  # what a run may say beside microbatch and allocator
+
+
+def sampled(task: Task | str) -> Task | str:
+    """The task with the samples of its data in the place of the loader, so that they are looked at once."""
+    if isinstance(task, str) or task.data is None:
+        return task
+    from oomguard._task.batches import Batches
+
+    data: Any = Batches(task).samples
+    return replace(task, data=data)
 
 
 def send(task: Task | str, rows: int | None = None, steps: int | None = None) -> str | bytes:
     """The name of a task, or the task as bytes, with only those samples of its data that a child needs."""
+    task = sampled(task)
     if isinstance(task, str):
         return task
     if task.data is not None:
-        from oomguard._task.batches import Batches
-
-        samples = Batches(task).samples
-        assert samples is not None
-        data: Any = samples.reduced(rows or samples.batch_size or 1, steps)
-        task = replace(task, data=data)
+        samples: Any = task.data
+        task = replace(task, data=samples.reduced(rows or samples.batch_size or 1, steps))
     return packed(replace(task, scheduler=None, validation=None))  # only training needs them
 
 
-def ask(
-    module: str, function: str, question: dict[str, Any], seconds: float, variables: dict[str, str] | None = None
-) -> Any:
-    """Call a function of a module of this package in a child, within the memory that is free."""
-    question = question | {"limit_bytes": Cpu().budget().left_bytes}
-    try:
-        return run_elsewhere(f"oomguard._task.{module}", function, question, seconds=seconds, variables=variables)
-    except ChildProcessError as error:
-        advice = "Run the loss on one small batch to see why; it may have run out of memory."
-        got = f"its process ended early ({error})"
-        raise MisuseError(rule="A task must survive a tiny step", got=got, advice=advice) from None
+class Asker(AbstractContextManager["Asker", None]):
+    """Asks one child process about steps of a task. The child imports the user's code once."""
+
+    def __init__(
+        self,
+        task: Task | str,
+        target: Target,
+        *,
+        steps: int | None = None,
+        allocator: str | None = None,
+        seconds: float = SECONDS,
+    ) -> None:
+        self.task, self.target, self.steps, self.seconds = sampled(task), target, steps, seconds
+        self.traced = True  # whether traces are quick enough; tiny passes are measured otherwise
+        self._variables = ENVIRONMENT[heap_of(allocator, "native")]
+        self._child: Elsewhere | None = None
+        self._rows = 0  # rows of the largest batch that the child has samples for
+
+    def trace(self, runs: Sequence[dict[str, Any]]) -> "list[Answer]":
+        """Trace steps, each described by its knobs and `training`.
+
+        There are fewer answers than runs (at least two) if they take long.
+        """
+        usual: dict[str, Any] = {"steps": self.steps, "target": self.target}
+        rows = max(run.get("microbatch") or 1 for run in runs)
+        for traced in (True, False) if self.traced else (False,):
+            self.traced = traced
+            questions = [usual | _fields(run) | {"traced": traced} for run in runs]
+            with suppress(TimeoutError):  # traces that take too long are followed by a fit
+                found: list[Answer] = self._ask("child", "answers", questions, rows=rows)
+                return found
+        raise MisuseError(
+            rule=f"The estimate of a task takes at most {format_seconds(self.seconds)}",
+            got="neither a trace nor tiny passes were done by then",
+            advice="Give shorter sequences or fewer rows.",
+        )
+
+    def check(self) -> "dict[str, Finding]":
+        """Compare the gradient of every knob with the plain step's on a tiny batch."""
+        try:
+            found: dict[str, Finding] = self._ask("check", "findings")
+        except TimeoutError:
+            from oomguard._task.check import unchecked
+
+            return unchecked(self.seconds)
+        return found
+
+    def _ask(self, module: str, function: str, *arguments: Any, rows: int = 1) -> Any:
+        """Call a function in the child, which begins with the task and as much memory as is free."""
+        until = time.monotonic() + self.seconds
+        if self._child is None:
+            self._child, self._rows = Elsewhere(self._variables), 0
+        try:
+            if rows > self._rows:
+                begin = send(self.task, rows, self.steps), self.steps, Cpu().budget().left_bytes
+                self._child.call("oomguard._task.child", "begin", *begin, seconds=self.seconds)
+                self._rows = MAX_BATCH if isinstance(self.task, str) or self.task.data is None else rows
+            left = until - time.monotonic()
+            return self._child.call(f"oomguard._task.{module}", function, *arguments, seconds=left)
+        except TimeoutError:
+            self.close()
+            raise
+        except (ChildProcessError, MemoryError) as error:
+            self.close()
+            advice = "Run the loss on one small batch to see why; it may have run out of memory."
+            got = f"its process ended early ({error or 'out of memory'})"
+            raise MisuseError(rule="A task must survive a tiny step", got=got, advice=advice) from None
+
+    def close(self) -> None:
+        """End the child, if there is one."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.__exit__()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _fields(run: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a question that the knobs of a run give."""
+    own = {name: run[name] for name in KNOBS if name in run}
+    return own | {"rows": run.get("microbatch"), "heap": heap_of(run.get("allocator"), "native")}

@@ -11,6 +11,7 @@ from itertools import accumulate, cycle, islice
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
@@ -97,7 +98,8 @@ def find_layout(one: Any, two: Any, three: Any, mixed: Any = None, longer: Any =
     """Find where a batch holds its rows, by comparing batches of one, two and three equal samples.
 
     Flat parts hold rows x steps in one dimension. `longer`, of two longer samples, and `mixed`, of one of each length,
-    show whether they are padded. A function that makes random batches has no equal samples: `one` is None then.
+    show whether they are padded. A function that makes random batches has no equal samples: `one` is None then, and the
+    order of rows in a flat part is a guess.
     """
     found = dict(_axes((), one, two, three))
     singles, parts = dict(leaves(one)), dict(leaves(two))
@@ -109,9 +111,17 @@ def find_layout(one: Any, two: Any, three: Any, mixed: Any = None, longer: Any =
             padded = path in unequal and unequal[path].shape == long[path].shape
             if names:
                 found[path] = Axis("blocks", axis.dimension, names[0])
+            elif one is None:
+                found[path] = Axis(_likely_order(found, parts), axis.dimension)
             else:
                 found[path] = _order(singles.get(path), parts[path], axis) if padded else Axis("unknown")
     return found
+
+
+def _likely_order(found: Layout, parts: dict[Path, Any]) -> Kind:
+    """How a flat part most likely holds the rows: as those that are not flat. The check of gradients tells if not."""
+    others = [axis for path, axis in found.items() if axis.kind == "dimension" and parts[path].ndim > 1]
+    return "interleaved" if others and all(axis.dimension for axis in others) else "blocks"
 
 
 def _numbers(value: Any) -> list[int]:
@@ -285,9 +295,15 @@ class Samples:
         ordered = sorted(self.lengths, key=lambda index: (self.lengths[index], index))
         some = ordered[:: max(1, len(ordered) // KEPT)]
         kept = sorted({*some, *self.nearest(rows, steps)})
-        some_of_it = {index: self.dataset[index] for index in kept}
+        some_of_it = {index: mapped(_alone, self.dataset[index]) for index in kept}
         lengths = {index: self.lengths[index] for index in kept}
         return Samples(some_of_it, self.collate_fn, self.batch_size, lengths, self.total, self.seen)
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """The tensor without the rest of its storage, which would be sent along: a dataset may hold one large tensor."""
+    shares = tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes
+    return tensor.clone() if shares else tensor
 
 
 def look(loader: Any) -> Samples:
@@ -379,7 +395,7 @@ class Batches:
 
     def steps_of(self, batch: Any) -> int:
         """Time steps of a batch: the dimension of its largest part that grows with longer samples."""
-        short, long = (self._pair(index) for index in (0, 1))
+        short, long = (self.pair(index) for index in (0, 1))
         best, other = (0, 0), dict(leaves(long))
         parts = dict(leaves(batch))
         for path, part in leaves(short):
@@ -391,7 +407,8 @@ class Batches:
                     best = max(best, (int(np.prod(part.shape)), int(parts[path].shape[grown[0]])))
         return best[1]
 
-    def _pair(self, longer: int) -> Any:
+    def pair(self, longer: int) -> Any:
+        """Two rows of the shortest samples or, with `longer`, of longer ones."""
         if self.samples is None:
             return self.make(2, TINY_STEPS + 8 * longer)
         return self.samples.make(self.samples.nearest(1, None if longer else 0) * 2)

@@ -1,4 +1,4 @@
-"""Check whether a knob keeps the gradient of a task: a child compares it with the plain step's, in double precision."""
+"""Check whether a knob keeps the gradient of a task: a child compares it with the plain step's, in float64."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -12,17 +12,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oomguard._core.errors import MisuseError
-from oomguard._device.cpu import Cpu
+from oomguard._core.units import format_seconds
 from oomguard._rnn.segmented import segmented
-from oomguard._task.ask import ask, send
 from oomguard._task.batches import TINY_STEPS, Batches, count_rows, mapped
-from oomguard._task.child import load, seed
+from oomguard._task.child import seed, subject
 from oomguard._task.task import Task
+from oomguard._task.times import in_segments, time_of
 from oomguard._task.trace import build, evaluate
 
 ROWS, MICROBATCH = 6, 2  # rows of the tiny batch, and of the microbatches that it is split into
 SEGMENTS = 3  # segments of the recurrent calls
-SECONDS = 180.0  # time limit of the child
 TOLERANCE = 1e-8
 """The largest difference of gradients, relative to the largest entry, that counts as rounding in double precision."""
 
@@ -35,16 +34,6 @@ class Finding:
     exact: bool
     error: float  # the largest difference of the gradients, relative to their largest entry
     reason: str = ""  # why it is lossy, as a sentence; empty if it is exact
-
-
-def check_task(task: Task | str, *, seconds: float = SECONDS) -> dict[str, Finding]:
-    """Compare the gradient of every knob with the plain step's on a tiny batch, in a child process."""
-    try:
-        found: dict[str, Finding] = ask("check", "findings", {"source": send(task, ROWS)}, seconds)
-    except TimeoutError as error:
-        advice = "Give a task with shorter samples."
-        raise MisuseError(rule="A tiny step must be quick", got=str(error), advice=advice) from None
-    return found
 
 
 class Trial(NamedTuple):
@@ -70,11 +59,17 @@ class Trial(NamedTuple):
         return [count_rows(piece, self.batches.layout) for piece in pieces]
 
 
-def findings(question: dict[str, Any]) -> dict[str, Finding]:
-    """Check every knob. Runs in the child."""
-    task = load(question["source"])
-    Cpu().enforce(question["limit_bytes"])
-    trial = Trial(task, build(task).to("cpu").double().train(), Batches(task))
+def unchecked(seconds: float) -> dict[str, Finding]:
+    """What is said of knobs if a check takes too long, such as a loop over many cells on a machine that is busy."""
+    reason = f"It was not checked: a tiny step takes too long for a check of {format_seconds(seconds)}."
+    return {knob: Finding(knob, exact=False, error=float("inf"), reason=reason) for knob in CHECKS}
+
+
+def findings() -> dict[str, Finding]:
+    """Check every knob on the task of this process, by tiny batches."""
+    batches = subject().batches
+    model = copy.deepcopy(build(batches.task)).double().train()
+    trial = Trial(batches.task, model, batches)
     with _Expected():  # type: ignore[no-untyped-call]
         return {knob: check(trial) for knob, check in CHECKS.items()}
 
@@ -95,11 +90,15 @@ def check_microbatch(trial: Trial) -> Finding:
 
 
 def check_segments(trial: Trial) -> Finding:
-    """Compare the gradient of recurrent calls in segments with that of whole ones."""
+    """Compare the gradient in segments with that of the whole batch: of recurrent calls or, with a state, of a loss."""
     whole = _whole(trial)[0]
     plain = trial.gradient([whole], [ROWS])
-    with segmented(SEGMENTS):
-        difference = _difference(plain, trial.gradient([whole], [ROWS]))
+    try:
+        task, segments = in_segments(trial.task, SEGMENTS, time_of(trial.batches))
+        with segmented(segments):
+            difference = _difference(plain, trial._replace(task=task).gradient([whole], [ROWS]))
+    except MisuseError as error:
+        return Finding("segments", False, float("inf"), str(error))
     again = difference > TOLERANCE and _difference(plain, trial.gradient([whole], [ROWS])) > TOLERANCE
     reason = "The loss is random in a way that seeds do not govern." if again else "Segments change the gradient."
     return Finding("segments", difference <= TOLERANCE, difference, reason * (difference > TOLERANCE))
@@ -137,7 +136,8 @@ def _reason(trial: Trial, whole: Any, pieces: list[Any], plain: Tensor) -> str:
     if samples is not None:
         same = samples.nearest(1, None)
         even = [samples.make(same * count) for count in (ROWS, *rows)]
-        if _equal(trial, even[0], even[1:]):
+        vanishes = float(trial.gradient(even[:1], [ROWS]).abs().max()) <= TOLERANCE * float(plain.abs().max())
+        if not vanishes and _equal(trial, even[0], even[1:]):  # equal rows may have no gradient at all
             return "The mean is over time steps, and rows have unequal lengths: return (sum, weight)."
     return "The loss or the model uses statistics of the whole batch."
 

@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from oomguard._device.cpu import Cpu
 from oomguard._estimate.target import Target
 from oomguard._task.batches import Batches, Layout, mapped, tensors_of
 from oomguard._task.task import USUAL_ROWS, Task, line_of, resolve
+from oomguard._task.times import in_segments, time_of
 from oomguard._task.trace import Trace, build, evaluate, make_optimizer, mean_of, trace
 
 PATIENCE_SECONDS = 40.0  # time for several traces of one task
@@ -26,16 +28,15 @@ POINTS = ((2, 1), (4, 1), (2, 2), (4, 2), (6, 3))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What a child is asked about a task."""
+    """A step of a task that a child is asked about."""
 
-    source: str | bytes  # the name of the task, or the task itself
     rows: int | None
     steps: int | None
     target: Target
     heap: str
-    segments: int
-    accumulation: int
-    limit_bytes: int  # memory that the child may use
+    segments: int = 1
+    accumulation: int = 1
+    precision: str = "fp32"
     traced: bool = True  # whether to trace; otherwise tiny real passes are measured
     training: bool = True  # otherwise an evaluation, without gradients
 
@@ -50,16 +51,46 @@ class Answer:
     notes: tuple[str, ...]
     row_bytes: int  # bytes of a row of the batch
     layout: Layout  # where a batch holds its rows
+    time: Layout  # where it holds its time steps, if the loss is computed piece by piece
 
 
-def load(source: str | bytes) -> Task:
-    """The task that was sent, or that is named."""
-    if isinstance(source, str):
-        return resolve(source)
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The task that this process is asked about."""
+
+    source: str | bytes  # the name of the task, or the task itself
+    runtime_bytes: int
+
+    @property
+    def batches(self) -> Batches:
+        """The batches of the task. A task that was sent is loaded again, since a step may have left states in it."""
+        return batches_of(self.source)
+
+
+_subject: Subject | None = None
+
+
+def subject() -> Subject:
+    """The task that this process has begun with."""
+    assert _subject is not None, "`begin` comes first"
+    return _subject
+
+
+def batches_of(source: str | bytes) -> Batches:
+    """The batches of the task that was sent, or that is named."""
+    return _named(source) if isinstance(source, str) else Batches(_sent(source))
+
+
+@cache
+def _named(name: str) -> Batches:
+    return Batches(resolve(name))
+
+
+def _sent(content: bytes) -> Task:
     import cloudpickle
 
     try:
-        task: Task = cloudpickle.loads(source)
+        task: Task = cloudpickle.loads(content)
     except Exception as error:
         raise MisuseError(
             rule="A task is sent to a child process",
@@ -76,49 +107,51 @@ def seed(number: int = 0) -> None:
     torch.manual_seed(number)
 
 
-def answers(fields: dict[str, Any]) -> list[Answer]:
-    """Try the task, measure what the process needs without it, and trace or fit a step for every run.
-
-    The fields are those of a `Question`: the parent does not import this module, since torch takes seconds. Each of
-    `runs` replaces some of them. After two runs, the others are left out if `PATIENCE_SECONDS` have passed.
-    """
-    runs, device, found = fields.pop("runs"), Cpu(), list[Answer]()
-    question = Question(**fields)
-    task = load(question.source)
-    device.enforce(question.limit_bytes)
-    batches = Batches(task)
+def begin(source: str | bytes, steps: int | None, limit_bytes: int) -> None:
+    """Limit this process, try the task, and measure what the process needs without it."""
+    global _subject
+    torch.set_num_threads(1)  # threads that wait for each other took most of the time where other programs run
+    device, batches = Cpu(), batches_of(source)
+    device.enforce(limit_bytes)
     seed()
-    try_task(task, batches, question.steps)
+    try_task(batches, steps)
     device.release()
-    runtime_bytes = device.reading().now_bytes
-    began = time.monotonic()
-    for run in runs:
+    known = None if _subject is None else _subject.runtime_bytes  # the same task with more of its samples
+    _subject = Subject(source, device.reading().now_bytes if known is None else known)
+
+
+def answers(questions: list[dict[str, Any]]) -> list[Answer]:
+    """Trace or fit a step for every question, given as the fields of a `Question`.
+
+    After two of them, the others are left out if `PATIENCE_SECONDS` have passed.
+    """
+    found, began = list[Answer](), time.monotonic()
+    for fields in questions:
         if len(found) < 2 or time.monotonic() - began < PATIENCE_SECONDS:
-            if isinstance(question.source, bytes):  # a step may have left states in it
-                task = load(question.source)
-                batches = Batches(task)
-            found.append(_answer(task, batches, replace(question, **run), runtime_bytes))
+            found.append(_answer(subject().batches, Question(**fields), subject().runtime_bytes))
     return found
 
 
-def _answer(task: Task, batches: Batches, question: Question, runtime_bytes: int) -> Answer:
+def _answer(batches: Batches, question: Question, runtime_bytes: int) -> Answer:
     rows = question.rows or (batches.samples and batches.samples.batch_size) or USUAL_ROWS
     notes = [batches.samples.words] if batches.samples is not None else []
     batch = batches.make(rows, question.steps)
     row_bytes = sum(tensor.nbytes for tensor in tensors_of(batch)) // rows
-    step, why = _traced(task, batch, question) if question.traced else (None, "the trace took too long")
+    step, why = _traced(batches, batch, question) if question.traced else (None, "the trace took too long")
     if step is None:
-        step = _fitted(task, batches, question, rows, why)
+        step = _fitted(batches, question, rows, why)
         notes.append(f"It is extrapolated from a few tiny passes, since the model could not be traced ({why}).")
-    if not step.cells:
+    if not step.cells and not batches.task.piecewise:
         notes.append("The model has no recurrent calls that segments could reach: they will not help.")
     facts: dict[str, Any] = {"runtime_bytes": runtime_bytes, "row_bytes": row_bytes, "layout": batches.layout}
+    facts["time"] = time_of(batches)
     return Answer(step=step, rows=rows, notes=tuple(notes), **facts)
 
 
-def try_task(task: Task, batches: Batches, steps: int | None, device: str = "cpu") -> None:
+def try_task(batches: Batches, steps: int | None, device: str = "cpu") -> None:
     """Run one real step on a tiny batch, so that errors of the user's code are found where they can be explained."""
-    model = build(task).to(device).train()
+    task = batches.task
+    model = build(task, device).train()
     optimizer = make_optimizer(task, model)
     batch = mapped(lambda tensor: tensor.to(device), batches.tiny(2, steps))
     loss = mean_of(*evaluate(task, model, batch))
@@ -132,24 +165,25 @@ def try_task(task: Task, batches: Batches, steps: int | None, device: str = "cpu
     optimizer.step()
 
 
-def _traced(task: Task, batch: Any, question: Question) -> tuple[Trace | None, str]:
+def _traced(batches: Batches, batch: Any, question: Question) -> tuple[Trace | None, str]:
     """Trace the step. If fake tensors cannot run the model, there is a reason instead."""
-    model = build(task).to("cpu")
+    model = build(batches.task)
     try:
-        return _run(task, model, batch, question, fake=True), ""
+        return _run(batches, model, batch, question, fake=True), ""
     except Exception as error:
         cause = error.__cause__ or error if isinstance(error, OomguardError) else error
         return None, f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
 
 
-def _run(task: Task, model: torch.nn.Module, batch: Any, question: Question, *, fake: bool) -> Trace:
+def _run(batches: Batches, model: torch.nn.Module, batch: Any, question: Question, *, fake: bool) -> Trace:
     passes = 2 if question.accumulation > 1 else 1
-    options: dict[str, Any] = {"heap": question.heap, "segments": question.segments, "passes": passes, "fake": fake}
-    options["training"] = question.training
+    task, segments = in_segments(batches.task, question.segments, time_of(batches))
+    options: dict[str, Any] = {"heap": question.heap, "segments": segments, "passes": passes, "fake": fake}
+    options |= {"training": question.training, "precision": question.precision}
     return trace(task, model, batch, question.target, **options)
 
 
-def _fitted(task: Task, batches: Batches, question: Question, rows: int, why: str) -> Trace:
+def _fitted(batches: Batches, question: Question, rows: int, why: str) -> Trace:
     """Extrapolate from tiny real passes: each moment by rows, length and their product. One pass checks the others.
 
     They are counted as in glibc's own heap, where no block is so large that it gets pages of its own.
@@ -161,7 +195,7 @@ def _fitted(task: Task, batches: Batches, question: Question, rows: int, why: st
         batch = batches.of_length(count, factor)
         points.append((count, batches.steps_of(batch)))
         seed()
-        traces.append(_run(task, build(task).to("cpu"), batch, question, fake=False))
+        traces.append(_run(batches, build(batches.task), batch, question, fake=False))
     held_out, goal = traces[-1], (rows, batches.steps_of(whole))
     expected, measured = (max(size for size, _ in moments.values()) for moments in (
         _grown(traces[:-1], points[:-1], points[-1]), held_out.moments

@@ -1,27 +1,24 @@
 """The estimate of a task: a child process traces one step, and its bytes become the terms and parts of an estimate."""
 
 import math
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from oomguard._core.errors import MisuseError, flag
-from oomguard._core.units import format_seconds
 from oomguard._estimate.breakdown import KNOWN, Estimate
 from oomguard._estimate.call import Count
-from oomguard._estimate.malloc import ENVIRONMENT, heap_of, reserved_bytes
+from oomguard._estimate.malloc import reserved_bytes
 from oomguard._estimate.margins import OFFSET_BYTES, allocator_on, bare
 from oomguard._estimate.moments import MATH_BUFFER_BYTES, TERMS
 from oomguard._estimate.target import CUBLAS_HANDLES, Target
 from oomguard._spec.candidate import KNOBS, Candidate
-from oomguard._task.ask import ask, send
+from oomguard._task.ask import SECONDS, Asker
 from oomguard._task.task import Task
 
 if TYPE_CHECKING:
     from oomguard._task.child import Answer
 
-SECONDS = 180.0  # time limit of a trace, and of the tiny passes that are run if it ends in that
-COUNTED = ("microbatch", "accumulation", "segments", "allocator", "threads")
+COUNTED = ("microbatch", "accumulation", "segments", "precision", "allocator", "threads")
 """Knobs whose effect on a task is estimated."""
 
 
@@ -36,43 +33,9 @@ def estimate_task(
 ) -> Estimate:
     """Estimate one optimizer step of a task, or of the task of that name, without running it at full size."""
     _check_counted(Candidate(**{"microbatch": 1} | knobs))
-    run = knobs | {"training": training}
-    answer = trace_task(task, [run], target, allocator=knobs.get("allocator"), steps=steps, seconds=seconds)[0]
+    with Asker(task, target, steps=steps, allocator=knobs.get("allocator"), seconds=seconds) as asker:
+        answer = asker.trace([knobs | {"training": training}])[0]
     return to_estimate(answer, Candidate(**knobs | {"microbatch": answer.rows}), target)
-
-
-def trace_task(
-    task: Task | str,
-    runs: list[dict[str, Any]],
-    target: Target,
-    *,
-    allocator: str | None,
-    steps: int | None,
-    seconds: float = SECONDS,
-) -> "list[Answer]":
-    """Trace steps of a task in one child process, each with its microbatch, accumulation, segments and `training`.
-
-    There are fewer answers than runs (at least two) if they take long.
-    """
-    heap, most = heap_of(allocator, "native"), max((run.get("microbatch") or 0 for run in runs), default=0)
-    question: dict[str, Any] = {
-        "source": send(task, most or None, steps),
-        "steps": steps,
-        "target": target,
-        "heap": heap,
-    }
-    names = {"microbatch": "rows"} | {name: name for name in ("accumulation", "segments", "training")}
-    usual = {"rows": None, "accumulation": 1, "segments": 1}
-    question |= usual | {"runs": [{names[k]: value for k, value in run.items() if k in names} for run in runs]}
-    for traced in (True, False):
-        with suppress(TimeoutError):  # a trace that takes too long is followed by a fit
-            found: list[Answer] = ask("child", "answers", question | {"traced": traced}, seconds, ENVIRONMENT[heap])
-            return found
-    raise MisuseError(
-        rule=f"The estimate of a task takes at most {format_seconds(seconds)}",
-        got="neither a trace nor tiny passes were done by then",
-        advice="Give shorter sequences or fewer rows.",
-    )
 
 
 def _check_counted(candidate: Candidate) -> None:
@@ -136,6 +99,6 @@ def _moment(phase: str, part: str) -> str:
 def _margin_bytes(estimate: Estimate, target: Target, *, fragile: bool) -> int:
     """Bytes to add because estimates err, by the errors of specs with the same engine (margins.py)."""
     device, knobs = "cuda" if target.cuda else "cpu", estimate.candidate
-    share = bare(device, str(estimate.engine), allocator_on(device, knobs.allocator), "fp32", fragile)
+    share = bare(device, str(estimate.engine), allocator_on(device, knobs.allocator), str(knobs.precision), fragile)
     rest = int(estimate.total_bytes - sum(estimate.terms[term] for term in KNOWN)) + OFFSET_BYTES
     return math.ceil(rest * share)

@@ -40,6 +40,11 @@ class Sequence(NamedTuple):
         """Time steps of all rows."""
         return math.prod(self.inputs.shape[:-1])
 
+    def cast(self, dtype: torch.dtype) -> "Sequence":
+        """The call as autocast runs it."""
+        states, weights = (tuple(one.to(dtype) for one in some) for some in (self.states, self.weights))
+        return self._replace(inputs=self.inputs.to(dtype), states=states, weights=[*weights])
+
 
 class Kernels(TorchFunctionMode):
     """Replaces recurrent calls, packing and CTC by stand-ins."""
@@ -68,6 +73,8 @@ class Kernels(TorchFunctionMode):
         pieces = min(self.segments, call.steps) if torch.is_grad_enabled() else 1
         # cuDNN runs all layers in one call; segments go through all layers of one direction together
         blocks = 1 if (self.target.cuda and pieces == 1) or (pieces > 1 and call.directions == 1) else call.layers
+        if self.target.cuda and torch.is_autocast_enabled("cpu"):  # fake tensors of a card live on the CPU
+            call = call.cast(torch.get_autocast_dtype("cpu"))  # on the CPU, as `_estimate` does, it counts like fp32
         x, ends = call.inputs, list[tuple[Tensor, ...]]()
         if call.batch_first and not self.target.cuda and x.shape[1] > 1:
             x = x.contiguous()

@@ -137,7 +137,12 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return function(*args, **kwargs)
 
     def _guess(self, function: Any, args: Any) -> bool | float:
-        """A value that is not known without computing: a truth by the operation it comes from, a number as 1."""
+        """A value that is not known without computing: a truth by the operation it comes from, a number as 1.
+
+        What is compared as a whole is taken to be equal.
+        """
+        if function in (_aten.allclose.default, _aten.equal.default):
+            return True
         if function is _aten._local_scalar_dense.default and args[0].dtype == torch.bool:
             return self._last_truth not in _FALSE
         if function is _aten._local_scalar_dense.default and args[0].is_floating_point():

@@ -88,7 +88,12 @@ class Task:
     @property
     def piecewise(self) -> bool:
         """Whether the loss takes a state, so that a batch can be run piece by piece along time."""
-        return _required(self.loss) == 3
+        return is_piecewise(self.loss)
+
+
+def is_piecewise(loss: Callable[..., Any]) -> bool:
+    """Whether a loss takes a state as its third argument."""
+    return _required(loss) == 3
 
 
 def _required(function: Callable[..., Any]) -> int:

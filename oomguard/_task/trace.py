@@ -13,6 +13,7 @@ from torch.nn.modules import module as hooks
 
 from oomguard._core.errors import MisuseError, shown
 from oomguard._estimate.target import Target
+from oomguard._rnn.run import autocast
 from oomguard._task.batches import mapped
 from oomguard._task.kernels import Kernels
 from oomguard._task.live import Label, Live, Moment
@@ -39,8 +40,8 @@ class Trace:
         return max(self.moments, key=lambda moment: self.moments[moment][0])
 
 
-def build(task: Task) -> nn.Module:
-    """The module of a task."""
+def build(task: Task, device: str = "cpu") -> nn.Module:
+    """The module of a task, on a device."""
     made: Any = task.model
     if not isinstance(made, nn.Module):
         with user_code("model() must build a module", made, "Correct that line."):
@@ -48,7 +49,8 @@ def build(task: Task) -> nn.Module:
     if not isinstance(made, nn.Module):
         got = f"{line_of(task.model)} returned {shown(made)}"
         raise MisuseError(rule="model() must return a torch.nn.Module", got=got, advice="Return the module.")
-    return made
+    with user_code(f"The model must move to {device}", task.model, "Give its tensors values when it is built."):
+        return made.to(device)
 
 
 def make_optimizer(task: Task, model: nn.Module) -> torch.optim.Optimizer:
@@ -93,12 +95,13 @@ def mean_of(total: Tensor, weight: Any) -> Tensor:
 
 def trace(
     task: Task, model: nn.Module, batch: Any, target: Target, *, heap: str, segments: int = 1, passes: int = 1,
-    fake: bool = True, training: bool = True,
+    precision: str = "fp32", fake: bool = True, training: bool = True,
 ) -> Trace:  # fmt: skip
     """Count the bytes of two training steps. The second has the optimizer's state from the beginning.
 
-    With `training=False`, count those of the loss alone, computed without gradients as in an evaluation. With
-    `fake=False` everything but recurrent calls is computed: for models that fake tensors cannot run.
+    With `training=False`, count those of the loss alone, computed without gradients as in an evaluation. Forward passes
+    in half precision run under autocast. With `fake=False` everything but recurrent calls is computed: for models that
+    fake tensors cannot run.
     """
     live = Live("cuda" if target.cuda else heap)
     kernels = Kernels(live, target, segments)
@@ -119,11 +122,11 @@ def trace(
             if target.cuda:
                 _take_foreach(optimizer)
             for _ in range(2):
-                _step(task, model, batch, optimizer, live, passes)
+                _step(task, model, batch, optimizer, live, passes, precision)
         else:
             live.begin("forward")
             live.part = "loss"
-            with torch.no_grad():
+            with torch.no_grad(), autocast(precision, "cpu"):
                 call_loss(task, model.eval(), batch)
     engines = kernels.engines
     return Trace(
@@ -149,12 +152,13 @@ def _count(live: Live, model: nn.Module, batch: Any) -> None:
             hook(lambda one: live.label(one.grad, "gradients"))
 
 
-def _step(task: Task, model: nn.Module, batch: Any, optimizer: Any, live: Live, passes: int) -> None:
+def _step(task: Task, model: nn.Module, batch: Any, optimizer: Any, live: Live, passes: int, precision: str) -> None:
     model.train()
     for _ in range(passes):
         live.begin("forward")
         live.part = "loss"
-        loss = mean_of(*evaluate(task, model, batch))
+        with autocast(precision, "cpu"):
+            loss = mean_of(*evaluate(task, model, batch))
         kept = _graph(loss, live)
         live.begin("backward")
         live.part = "loss"

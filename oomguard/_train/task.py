@@ -18,14 +18,15 @@ from oomguard._data.options import DataOptions
 from oomguard._data.order import Position
 from oomguard._data.source import Ints
 from oomguard._device.find import open_device
-from oomguard._guard import Guard
+from oomguard._guard import Guard, layout_of
 from oomguard._plan.store import check_device
 from oomguard._plan.task_value import TaskPlan
 from oomguard._rnn.rng import remember_all, remember_random
 from oomguard._step import Outcome, TaskTraining, accumulate_pieces, check_optimizer, loss_on, make_scaler
-from oomguard._task.batches import Axis, Layout, mapped, take
+from oomguard._task.batches import mapped, take
 from oomguard._task.child import seed
 from oomguard._task.task import Task, user_code
+from oomguard._task.times import in_segments
 from oomguard._task.trace import build, make_optimizer
 from oomguard._train.checkpoint import Checkpoint, TrainState, restore
 from oomguard._train.evaluate import in_microbatches
@@ -64,7 +65,9 @@ class TaskTrainer(Trainer):
         self.validation = None if config.task.validation is None else _loader_of(config, config.task.validation, None)
         if isinstance(self.validation, TaskLoader):
             self.validation.order(0)  # finds its errors before the training
-        self.layout: Layout = {part.path: Axis(part.kind, part.dimension, part.lengths) for part in config.plan.layout}
+        self.layout = layout_of(config.plan.layout)
+        segments, time = config.plan.candidate.segments, layout_of(config.plan.time)
+        self.task, self._segments = in_segments(config.task, segments, time)
 
     @property
     def loader(self) -> TaskLoader | MadeBatches:
@@ -77,8 +80,9 @@ class TaskTrainer(Trainer):
 
     def _accumulate(self, batch: TaskBatch) -> Tensor:
         training = self.training
-        candidate = self.guard.ladder[0].candidate  # lower rungs have fewer rows, see Guard.rows
-        loss_of = partial(loss_on, self.config.task, training.model, candidate, str(training.device))
+        first = self.guard.ladder[0].candidate  # lower rungs have fewer rows, see Guard.rows
+        candidate = msgspec.structs.replace(first, segments=self._segments)
+        loss_of = partial(loss_on, self.task, training.model, candidate, str(training.device))
         return accumulate_pieces(self._pieces(batch), loss_of, training.optimizer, training.scaler)
 
     def _pieces(self, batch: TaskBatch) -> Iterator[tuple[Any, float]]:
@@ -146,7 +150,7 @@ class TaskTrainer(Trainer):
 
     def _losses(self, batch: TaskBatch) -> Iterator[tuple[float, float]]:
         """Sum and weight of the loss of each microbatch of an evaluation. A mean counts as often as it has rows."""
-        task, training = self.config.task, self.training
+        task, training = self.task, self.training
         candidate = msgspec.structs.replace(self.guard.candidate, segments=1)
 
         def loss_of(rows: Ints) -> tuple[float, float]:

@@ -41,10 +41,30 @@ def test_the_screen_has_the_front_fastest_first(capsys: pytest.CaptureFixture[st
     assert "256 candidates, 256 fit." in text
     assert "Speeds are guesses" in text
     rows = [re.split(r"\s{2,}", line.strip()) for line in text.splitlines() if re.match(r"\s+\d+ ", line)]
-    speeds = [int(row[-1].replace(",", "")) for row in rows]
-    assert speeds == sorted(speeds, reverse=True)
+    figures = [row[-1].split() for row in rows]  # such as 1 min 2 s
+    units = {"ms": 0.001, "s": 1, "min": 60}
+    seconds = [sum(float(a) * units[b] for a, b in zip(each[::2], each[1::2], strict=True)) for each in figures]
+    assert seconds == sorted(seconds)
     assert rows[0][:2] == ["64 × 1", "1"]
     assert len(rows) <= 14
+
+
+@pytest.mark.parametrize("over", ["microbatch=1,32", "seq=1000,2000"])
+def test_a_table_fits_60_columns_and_keeps_every_head_whole(
+    over: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    varied = ("--over", over, "--over", "segments=1,100", "--over", "precision=fp32,bf16")
+    lines = output(capsys, MODEL, *varied).splitlines()
+    assert max(map(len, lines)) <= 60
+    heads = "microbatch segments precision" if "micro" in over else "seq segments precision"
+    assert any(heads in " ".join(line.split()) for line in lines)
+
+
+def test_steps_of_unequal_size_are_compared_by_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    text = output(capsys, MODEL, "--over", "seq=1000,2000")
+    assert "tokens/s" in text
+    assert "step time" not in text
 
 
 def test_the_json_is_the_whole_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,6 +116,36 @@ def test_a_call_in_pieces_is_the_plain_call(case: Case, segments: int, recompute
     assert furthest(run(case, oomguard.segmented(segments, recompute=recompute)), plain) < 1e-10
 
 
+@settings(deadline=None)
+@given(case=cases.map(lambda case: case._replace(dropout=0.0, frozen=False)), rows=st.integers(1, 8), data=st.data())
+def test_microbatches_in_pieces_add_up_to_the_gradient_of_the_plain_batch(
+    case: Case, rows: int, data: st.DataObject
+) -> None:
+    torch.manual_seed(0)
+    module, time, slots = case.module(), int(case.batch_first), case.layers * (2 if case.both else 1)
+    inputs: Any = torch.randn(len(case.lengths), max(case.lengths), FEATURES, dtype=torch.float64)
+    inputs = inputs if time else inputs.transpose(0, 1).contiguous()
+    if case.packed:
+        inputs = pack_padded_sequence(inputs, torch.tensor(case.lengths), case.batch_first, enforce_sorted=False)
+    widths = [PROJECTION if case.projected and case.cell == "lstm" else HIDDEN, HIDDEN]
+    states = [torch.randn(slots, len(case.lengths), width).double() for width in widths[: 1 + (case.cell == "lstm")]]
+
+    def squares(module: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        inputs, states = batch
+        outputs, after = module(inputs, (states if len(states) > 1 else states[0]) if case.states else None)
+        return sum(part.square().sum() for part in tensors((outputs, after))), states[0].shape[1]  # type: ignore[return-value]
+
+    batch = inputs, tuple(states)
+    total, weight = squares(module, batch)
+    plain = torch.autograd.grad(total / weight, [*module.parameters()])
+    way = oomguard.segmented(data.draw(st.integers(2, 70)), recompute=data.draw(st.booleans()))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    dim = 1 - time, (1,) * len(states)
+    with oomguard.stepper("64GiB", module, way(squares), optimizer, microbatch=rows, dim=dim) as step:
+        step(batch)
+    assert furthest([weight.grad for weight in module.parameters() if weight.grad is not None], [*plain]) < 1e-10
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "case", [Case("gru", 2), Case("tanh", 2, both=True), Case("relu"), Case(projected=True)], ids=str

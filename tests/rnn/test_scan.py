@@ -1,4 +1,4 @@
-"""`scan` and `chunked_loss` have the results and gradients of the plain loop and of the plain loss."""
+"""`scan` has the results and gradients of the plain loop."""
 
 import random
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 import oomguard
 
@@ -156,6 +157,20 @@ def test_segments_may_be_inside_a_scan() -> None:
     assert furthest(gradients(in_segments(2), step, leaves, doubles(1, 2, 4), inputs), plain) < 1e-10
 
 
+def test_function_modes_of_the_forward_pass_see_the_recomputation_too() -> None:
+    cell, seen = nn.GRUCell(3, 4), list[Callable[..., Any]]()
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        _, outputs = oomguard.scan(lambda s, x: (cell(x, s),) * 2, torch.zeros(2, 4), torch.randn(7, 2, 3), 2)
+    torch.autograd.backward(outputs.sum())
+    assert seen.count(torch.gru_cell) == 14
+
+
 def test_a_step_that_gives_something_else_the_second_time_is_refused() -> None:
     count = iter(range(1000))
     weight = torch.ones((), requires_grad=True)
@@ -251,57 +266,3 @@ def test_a_scan_over_something_else_is_refused(state: Any, inputs: Any, message:
 def test_a_step_must_return_the_state_that_it_got() -> None:
     with pytest.raises(oomguard.MisuseError, match="a state like the one"):
         in_segments(2)(lambda s, x: ((s, s), s), torch.ones(1), torch.ones(3))
-
-
-# ---- losses
-
-
-LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[[tuple[int, ...]], Tensor]]] = {
-    "cross-entropy": (nn.CrossEntropyLoss(reduction="sum"), lambda shape: torch.randint(7, shape)),
-    "a function": (lambda a, b: functional.cross_entropy(a, b, reduction="sum"), lambda shape: torch.randint(7, shape)),
-    "mse": (nn.MSELoss(reduction="sum"), lambda shape: torch.randn(*shape, 7).double()),
-}
-
-
-@pytest.mark.parametrize("chunks", [1, 3, 100])
-@pytest.mark.parametrize("shape", [(13,), (5, 3), (2, 4, 3)], ids=str)
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_chunked_loss_is_the_loss(name: str, shape: tuple[int, ...], chunks: int) -> None:
-    loss, make = LOSSES[name]
-    torch.manual_seed(0)
-    head, hidden, targets = nn.Linear(4, 7).double(), doubles(*shape, 4), make(shape)
-    plain = loss(head(hidden).flatten(0, -2), targets.flatten(0, len(shape) - 1))
-    expected = torch.autograd.grad(plain, [hidden, *head.parameters()])
-    total = oomguard.chunked_loss(head, loss, hidden, targets, chunks)
-    assert total.item() == pytest.approx(plain.item(), rel=1e-12)
-    assert furthest([*torch.autograd.grad(total, [hidden, *head.parameters()])], [*expected]) < 1e-10
-
-
-def test_the_logits_never_exist_as_a_whole() -> None:
-    head, seen = nn.Linear(4, 7), list[int]()
-    head.register_forward_hook(lambda *args: seen.append(len(args[2])))
-    hidden = torch.randn(100, 2, 4, requires_grad=True)
-    loss = nn.CrossEntropyLoss(reduction="sum")
-    torch.autograd.backward(oomguard.chunked_loss(head, loss, hidden, torch.zeros(100, 2).long(), 8))
-    assert max(seen) == 25
-
-
-def test_dropout_in_a_head_draws_the_same_numbers_twice() -> None:
-    linear, hidden = nn.Linear(4, 7, bias=False).double(), doubles(60, 4)
-    head = nn.Sequential(nn.Dropout(0.5), linear)
-    total = oomguard.chunked_loss(head, lambda logits, _: logits.sum(), hidden, torch.zeros(60), 5)
-    (found,) = torch.autograd.grad(total, hidden)
-    kept = found != 0
-    assert (hidden.detach() * found).sum().item() == pytest.approx(total.item(), rel=1e-10)
-    assert 0 < int(kept.sum()) < kept.numel()
-
-
-@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(reduction="none")], ids=["mean", "none"])
-def test_a_loss_that_is_no_sum_is_refused(loss: nn.Module) -> None:
-    with pytest.raises(oomguard.MisuseError, match='reduction="sum"'):
-        oomguard.chunked_loss(nn.Linear(4, 7), loss, torch.randn(9, 4), torch.zeros(9).long(), 3)
-
-
-def test_targets_of_another_shape_are_refused() -> None:
-    with pytest.raises(oomguard.MisuseError, match="one target for each step"):
-        oomguard.chunked_loss(nn.Linear(4, 7), nn.MSELoss(reduction="sum"), torch.randn(9, 2, 4), torch.zeros(9), 3)

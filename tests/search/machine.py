@@ -141,7 +141,7 @@ def solve(
 
 def _seconds(record: Record) -> float:
     """The seconds of a probe on a real machine."""
-    return max(1.5, 2 * (record.seconds_per_pass or 0.0)) + 3.0 * (record.spec.steps > 0)
+    return max(1.5, record.passes * (record.seconds_per_pass or 0.0)) + 3.0 * (record.spec.steps > 0)
 
 
 def find(table: CandidateTable, candidate: Candidate) -> int | None:

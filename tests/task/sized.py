@@ -164,3 +164,35 @@ def runtime_bytes() -> int:
     record = oomguard.probe(regression, microbatch=1, steps=2, threads=1, allocator="tight")
     assert record.runtime_bytes is not None
     return record.runtime_bytes
+
+
+def next_words(model: Words, batch: tuple[Tensor, Tensor], state: Any) -> tuple[Tensor, int, Tensor]:
+    hidden, state = model.rnn(model.embedding(batch[0]), state)
+    logits = model.head(hidden).flatten(0, 1)
+    return F.cross_entropy(logits, batch[1].flatten(), reduction="sum"), batch[1].numel(), state
+
+
+piecewise = Task(model=Words, loss=next_words, batch=text)
+
+
+def forgets(model: Words, batch: tuple[Tensor, Tensor], state: Any) -> tuple[Tensor, int, None]:
+    return *next_words(model, batch, None)[:2], None
+
+
+forgetful = Task(model=Words, loss=forgets, batch=text)
+
+
+def fixed_text(rows: int, steps: int) -> tuple[Tensor, Tensor]:
+    return text(rows, 8)
+
+
+uncut = Task(model=Words, loss=next_words, batch=fixed_text)
+
+
+def time_first(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    inputs, targets = zip(*rows, strict=True)
+    return torch.stack(inputs, 1), torch.stack(targets, 1)
+
+
+windows: Any = [(torch.arange(first, first + 24), torch.arange(first + 1, first + 25)) for first in range(8)]
+windowed = Task(model=Words, loss=next_words, data=DataLoader(windows, 4, collate_fn=time_first))

@@ -10,9 +10,10 @@ import torch
 from task.models import Padded, Series, flat, loader, padded, text, waves, word_model
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_sequence
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from oomguard import MisuseError, Task
+from oomguard._task.ask import send
 from oomguard._task.batches import Batches, count_rows, find_layout, leaves, look, split
 
 Samples = list[tuple[Tensor, Tensor]]
@@ -163,6 +164,27 @@ def test_only_the_samples_that_are_needed_are_sent() -> None:
     found = look(loader(count=600)).reduced(4, None)
     assert 4 <= len(found.dataset) < 60
     assert isinstance(found.make(found.nearest(4, None)), Padded)
+
+
+def test_samples_that_are_parts_of_one_large_tensor_are_sent_without_the_rest() -> None:
+    dataset = TensorDataset(torch.randn(20_000, 10))
+    task = Task(model=torch.nn.Identity, loss=lambda model, batch: 0, data=DataLoader(dataset, 4))
+    assert len(send(task)) < 100_000
+
+
+def test_a_function_of_random_batches_is_split_where_its_targets_are_flat() -> None:
+    def time_first(rows: int, steps: int) -> tuple[Tensor, Tensor]:
+        words = torch.randint(9, (steps, rows))
+        return words, words.reshape(-1)
+
+    def rows_first(rows: int, steps: int) -> tuple[Tensor, Tensor]:
+        words = torch.randint(9, (rows, steps))
+        return words, words.reshape(-1)
+
+    for make in (time_first, rows_first):
+        task = Task(model=torch.nn.Identity, loss=lambda model, batch: 0, batch=make)
+        for words, targets in split(make(5, 4), Batches(task).layout, 2):
+            assert torch.equal(words.reshape(-1), targets)
 
 
 def test_a_collate_function_that_fails_is_named_with_its_line() -> None:

@@ -20,7 +20,7 @@ from oomguard._core.system import run_elsewhere
 from oomguard._estimate.cards import card
 from oomguard._estimate.target import CPU, on_card
 from oomguard._task.batches import Batches, mapped
-from oomguard._task.child import Answer, answers
+from oomguard._task.child import Answer, answers, begin
 from oomguard._task.estimate import estimate_task
 from oomguard._task.task import packed
 from oomguard._task.trace import Trace, build, evaluate, make_optimizer, trace
@@ -194,9 +194,8 @@ def dies(model: nn.Module, batch: Tensor) -> Any:
 
 def answered(task: Task, rows: int | None = 2, steps: int | None = 5, **how: Any) -> Answer:
     """What the child would answer, without a child."""
-    usual: dict[str, Any] = {"heap": "tight", "segments": 1, "accumulation": 1, "limit_bytes": 1 << 40}
-    asked: dict[str, Any] = {"source": packed(task), "rows": rows, "steps": steps, "target": CPU, "runs": [{}]}
-    return answers(asked | usual | how)[0]
+    begin(packed(task), steps, 1 << 40)
+    return answers([{"rows": rows, "steps": steps, "target": CPU, "heap": "tight"} | how])[0]
 
 
 @pytest.mark.parametrize(
@@ -230,11 +229,8 @@ def greedy(model: nn.Module, batch: Tensor) -> Any:
 
 def test_a_tiny_step_that_needs_more_than_the_limit_is_refused() -> None:
     task = Task(model=lambda: nn.Linear(3, 2), loss=greedy, batch=waves)
-    question = {"source": packed(task), "rows": 2, "steps": 5, "target": CPU, "heap": "tight", "segments": 1}
     with pytest.raises(MisuseError, match=r"test_estimate\.py:\d+ raised RuntimeError: .*allocate"):
-        run_elsewhere(
-            "oomguard._task.child", "answers", question | {"accumulation": 1, "limit_bytes": 1 << 30, "runs": [{}]}
-        )
+        run_elsewhere("oomguard._task.child", "begin", packed(task), 5, 1 << 30)
 
 
 def test_equally_long_samples_of_a_loader_give_its_batch_size() -> None:
@@ -268,7 +264,7 @@ def test_a_function_of_rows_and_steps_needs_steps() -> None:
     ("fields", "message"),
     [
         ({"hidden": 8}, "Unknown knob 'hidden'"),
-        ({"precision": "bf16"}, "does not count every knob, but got --precision bf16"),
+        ({"engine": "native"}, "does not count every knob, but got --engine native"),
         ({"steps": 0}, "--steps must be a whole number"),
         ({"microbatch": 0}, "--microbatch must be a whole number"),
     ],

@@ -16,7 +16,8 @@ from oomguard import MisuseError, NothingFitsError, Task, TaskPlan
 from oomguard._core.units import MIB
 
 pytestmark = pytest.mark.timeout(600)
-FIXED: dict[str, Any] = {"threads": 1, "timeout": 300}
+FIXED: dict[str, Any] = {"threads": 1, "allocator": "tight", "allow": "none", "timeout": 300}
+"""Knobs that are not searched, so that plans depend on memory alone."""
 
 
 def plan_of(task: Task | str, growth_bytes: int, **how: Any) -> TaskPlan:
@@ -180,7 +181,8 @@ def run(*words: str) -> "subprocess.CompletedProcess[str]":
 def test_the_command_line_plans_probes_and_shows_a_task(folder: Path) -> None:
     budget = f"{(sized.runtime_bytes() + 40 * MIB) // MIB}MiB"
     done = run(
-        "plan", "--model", "own:regression", "--seq", "60", "--batch", "64", "--budget", budget, "--threads", "1"
+        *("plan", "--model", "own:regression", "--seq", "60", "--batch", "64", "--budget", budget, "--threads", "1"),
+        *("--allocator", "tight", "--allow", "none"),
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Plan for own:regression, T = 60, batch 64 on cpu")

@@ -10,7 +10,7 @@ from task.models import loader, squares, waves
 from torch.utils.data import DataLoader, IterableDataset
 
 from oomguard import MisuseError, Task
-from oomguard._task.child import load
+from oomguard._task.child import batches_of
 from oomguard._task.task import packed, resolve
 
 
@@ -85,7 +85,7 @@ def test_a_module_that_fails_is_named_with_its_line(tmp_path: Any, monkeypatch: 
 
 def test_functions_of_a_script_are_sent_by_value() -> None:
     factor = 3.0
-    sent = load(packed(make(loss=lambda model, batch: batch.mean() * factor)))
+    sent = batches_of(packed(make(loss=lambda model, batch: batch.mean() * factor))).task
     assert sent.loss(None, torch.ones(2)) == 3.0
 
 

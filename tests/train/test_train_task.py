@@ -300,7 +300,7 @@ def test_the_validation_loss_is_that_of_the_whole_data(plan: TaskPlan, tmp_path:
 def test_validation_data_may_have_another_form_than_the_training_data(wave_plan: TaskPlan, tmp_path: Path) -> None:
     series = torch.randn(7, 9, 3, generator=torch.Generator().manual_seed(0))
     samples: Any = [*series]
-    data: Any = DataLoader(samples, 7, collate_fn=torch.stack)
+    data = DataLoader(samples, 7, collate_fn=torch.stack)
     task = replace(trained.wave, validation=data)
     result = train(msgspec.structs.replace(wave_plan, evaluation_rows=2), task, tmp_path, steps=1)
     with torch.no_grad():
