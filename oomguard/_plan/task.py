@@ -278,7 +278,7 @@ class _Search:
         if record.verdict not in (*RAN, Verdict.OVER, Verdict.OOM, Verdict.KILLED):
             raise MisuseError(
                 rule="A step of the task must run in a child process",
-                got=f"{record.verdict.name}: {record.message}",
+                got=f"{record.verdict.name}: {record.message.rstrip('.')}",
                 advice=record.verdict.advice,
             )
         self.records.append(record)

@@ -72,6 +72,15 @@ def test_nothing_fits_in_less_than_the_libraries_need() -> None:
         plan_of(sized.regression, -100 * MIB, steps=60)
 
 
+def test_faster_settings_are_tried_while_there_is_time() -> None:
+    plan = plan_of(sized.regression, 200 * MIB, batch=8, steps=20, allocator=None)
+    assert [record.candidate.allocator for record in plan.records] == ["tight", "fast"]
+    assert plan.record in plan.records
+    assert plan.candidate == plan.record.candidate
+    hurried = plan_of(sized.regression, 200 * MIB, batch=8, steps=20, allocator=None, max_probes=1)
+    assert [record.candidate.allocator for record in hurried.records] == ["tight"]
+
+
 # ---- what keeps the gradient
 
 
