@@ -5,7 +5,7 @@ Small probes would see only the optimizer's moment. The trace has all moments, e
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -162,16 +162,23 @@ class _Search:
     def _fastest(self, best: Choice, record: TaskRecord) -> tuple[Choice, TaskRecord]:
         """Try other settings of the choice, one by one, as far as there is time, and keep those that are faster."""
         for knobs in self._settings(best):
-            shape = best.shape._replace(**{name: value for name, value in knobs.items() if name != "threads"})
-            threads = knobs.get("threads", best.threads)
-            choice = best._replace(shape=shape, threads=threads, curve=self.curves[shape])
             if self._is_late() or len(self.records) >= self.question.max_probes:
                 break
-            if shape == best.shape or choice.safe_bytes(TRACE_ERROR) <= self.budget_bytes:
-                found, worth = self._probe(choice), WORTH_LOSSY if "precision" in knobs else WORTH
-                if found.verdict.ran and worth * (found.seconds_per_step or 0.0) < (record.seconds_per_step or 0.0):
+            with suppress(MisuseError):  # the model does not run in this setting
+                choice, found = self._try(best, knobs)
+                worth = WORTH_LOSSY if "precision" in knobs else WORTH
+                if found is not None and worth * (found.seconds_per_step or 0.0) < (record.seconds_per_step or 0.0):
                     best, record = choice, found
         return best, record
+
+    def _try(self, best: Choice, knobs: dict[str, Any]) -> tuple[Choice, TaskRecord | None]:
+        """The choice in another setting, and its record; None if it may not fit or did not run."""
+        shape = best.shape._replace(**{name: value for name, value in knobs.items() if name != "threads"})
+        choice = best._replace(shape=shape, threads=knobs.get("threads", best.threads), curve=self.curves[shape])
+        if shape != best.shape and choice.safe_bytes(TRACE_ERROR) > self.budget_bytes:
+            return choice, None
+        record = self._probe(choice)
+        return choice, record if record.verdict.ran else None
 
     def _settings(self, best: Choice) -> Iterator[dict[str, Any]]:
         """Knobs that may make a choice faster, as far as they are not fixed."""
