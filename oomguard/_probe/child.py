@@ -53,23 +53,25 @@ def main(parent: int, tied: bool) -> None:
     faulthandler.enable()
     answers = os.dup(1)
     os.dup2(2, 1)  # nothing that anything prints can come between the answers
+    stdin = os.dup(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # and nothing that anything reads can take a request
     end_with(parent, tied)
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.stack_size(LISTENER_BYTES)
-    threading.Thread(target=_listen, args=(parent, requests), daemon=True).start()
+    threading.Thread(target=_listen, args=(parent, stdin, requests), daemon=True).start()
     threading.stack_size(PROBE_BYTES)
     server = Server()
     while True:
         write_all(answers, msgspec.json.encode(server.answer(requests.get())) + b"\n")
 
 
-def _listen(parent: int, requests: "queue.SimpleQueue[bytes]") -> None:
-    """Pass on the lines of stdin, and end the process as soon as the parent is gone."""
+def _listen(parent: int, stdin: int, requests: "queue.SimpleQueue[bytes]") -> None:
+    """Pass on the lines of what was stdin, and end the process as soon as the parent is gone."""
     begun = b""
     while os.getppid() == parent:
-        if not select.select([0], [], [], LIFELINE_SECONDS)[0]:
+        if not select.select([stdin], [], [], LIFELINE_SECONDS)[0]:
             continue
-        read = os.read(0, 1 << 16)
+        read = os.read(stdin, 1 << 16)
         if not read:
             break
         *lines, begun = (begun + read).split(b"\n")

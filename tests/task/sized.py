@@ -155,6 +155,12 @@ def fails_when_large(model: nn.Module, batch: Tensor) -> Any:
     return squares(model, batch)
 
 
+def in_fp32(model: nn.Module, batch: Tensor) -> Any:
+    assert not torch.is_autocast_enabled("cpu")
+    return squares(model, batch)
+
+
+exacting = Task(model=Regression, loss=in_fp32, batch=waves)
 fussy = Task(model=Regression, loss=fails_when_large, batch=waves)
 
 

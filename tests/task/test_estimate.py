@@ -213,6 +213,11 @@ def test_a_wrong_loss_is_refused_with_the_line_of_the_user(loss: Any, message: s
         answered(Task(model=lambda: nn.Linear(3, 2), loss=loss, batch=waves))
 
 
+def test_a_model_that_cannot_move_to_its_device_is_refused() -> None:
+    with pytest.raises(MisuseError, match=r"must move to cpu, but .*test_estimate\.py:\d+ raised NotImplementedError"):
+        answered(Task(model=lambda: nn.Linear(3, 2).to("meta"), loss=squares, batch=waves))
+
+
 def test_the_module_itself_can_be_given() -> None:
     built, made = (answered(Task(model=model, loss=squares, batch=waves)) for model in (Opaque, Opaque()))
     assert peak_bytes(built.step) == peak_bytes(made.step)

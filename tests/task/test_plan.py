@@ -72,6 +72,15 @@ def test_nothing_fits_in_less_than_the_libraries_need() -> None:
         plan_of(sized.regression, -100 * MIB, steps=60)
 
 
+def test_faster_settings_are_tried_and_those_that_fail_are_left_out() -> None:
+    how: dict[str, Any] = {"batch": 8, "steps": 20, "allocator": None, "allow": "precision"}
+    plan = plan_of(sized.exacting, 200 * MIB, **how)
+    assert [record.candidate.allocator for record in plan.records] == ["tight", "fast"]
+    assert plan.record is not None
+    assert plan.candidate == plan.record.candidate
+    assert plan.candidate.precision == "fp32"
+
+
 # ---- what keeps the gradient
 
 
