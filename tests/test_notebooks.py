@@ -32,7 +32,12 @@ def source_of(cell: dict[str, Any]) -> str:
 
 
 def test_they_are_all_there() -> None:
-    assert [path.stem for path in NOTEBOOKS] == ["1_estimate_by_hand", "2_tradeoff_curves", "3_plan_and_train"]
+    assert [path.stem for path in NOTEBOOKS] == [
+        "1_estimate_by_hand",
+        "2_tradeoff_curves",
+        "3_plan_and_train",
+        "4_your_own_model",
+    ]
 
 
 def test_every_curve_is_shown_in_the_notebook_about_curves() -> None:

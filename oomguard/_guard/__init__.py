@@ -213,7 +213,7 @@ class Guard:
             raise GuardError(
                 rule=f"The last rung{of_plan} (microbatch {last.microbatch}, {last.segments} segments) must fit",
                 got=f"memory ran out with {format_bytes(memory['now_bytes'])} in use and a limit of "
-                f"{format_bytes(memory['free_bytes'])} ({reason})",
+                f"{format_bytes(self.watch.available_bytes())} ({reason})",
                 advice="Free memory and continue with --resume, or make a plan for a smaller budget.",
                 figures=memory | {"rung": self.rung, "steps": self.steps},
             )

@@ -16,7 +16,7 @@ from oomguard._estimate.target import Target
 from oomguard._rnn.run import autocast
 from oomguard._task.batches import mapped
 from oomguard._task.kernels import Kernels
-from oomguard._task.live import Label, Live, Moment
+from oomguard._task.live import REAL_FRACTIONS, Label, Live, Moment
 from oomguard._task.task import Task, line_of, user_code
 
 NODE_BYTES = 575
@@ -68,6 +68,8 @@ def call_loss(task: Task, model: nn.Module, batch: Any) -> Any:
     """Whatever the loss of a batch returns."""
     state = (None,) if task.piecewise else ()
     advice = "Correct that line; model and batch are on the same device when it is called."
+    if task.batch is not None:
+        advice += " A task is first tried on a few short rows: if the model needs more steps, let batch() make more."
     with user_code("The loss must run on a batch", task.loss, advice):
         return task.loss(model, batch, *state)
 
@@ -110,7 +112,7 @@ def trace(
             mode = FakeTensorMode(allow_non_fake_inputs=True)
             with FakeCopyMode(mode):
                 model = copy.deepcopy(model)
-            batch = mapped(lambda one: mode.from_tensor(one) if one.is_floating_point() else one, batch)
+            batch = mapped(lambda one: mode.from_tensor(one) if _is_content(one) else one, batch)
             stack.enter_context(mode)
         stack.enter_context(live)
         stack.enter_context(kernels)
@@ -122,7 +124,7 @@ def trace(
             if target.cuda:
                 _take_foreach(optimizer)
             for _ in range(2):
-                _step(task, model, batch, optimizer, live, passes, precision)
+                _step(task, model, mapped(_fresh, batch), optimizer, live, passes, precision)
         else:
             live.begin("forward")
             live.part = "loss"
@@ -136,6 +138,16 @@ def trace(
         steps=kernels.steps,
         logits=live.logits[0],
     )
+
+
+def _is_content(tensor: Tensor) -> bool:
+    """Whether the values of a part of a batch do not matter. Whole numbers do, and so do relative lengths."""
+    return tensor.is_floating_point() and (tensor.dim() > 1 or tensor.numel() > REAL_FRACTIONS)
+
+
+def _fresh(tensor: Tensor) -> Tensor:
+    """A copy of relative lengths, since a loss may scale them in place; other parts as they are."""
+    return tensor.clone() if tensor.is_floating_point() and not _is_content(tensor) else tensor
 
 
 def _count(live: Live, model: nn.Module, batch: Any) -> None:

@@ -83,7 +83,7 @@ def test_the_first_microbatch_can_be_given(tmp_path: Path) -> None:
 
 def test_without_a_plan_the_last_rung_is_an_error_too(tmp_path: Path) -> None:
     guard, _ = budget_guard(tmp_path, microbatch=2)
-    with pytest.raises(GuardError, match=r"The last rung \(microbatch 1"):
+    with pytest.raises(GuardError, match=r"The last rung \(microbatch 1.* a limit of 1.00 GiB"):
         run(guard, lambda: True)
 
 

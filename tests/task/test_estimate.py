@@ -147,6 +147,31 @@ class Staircase(Opaque):
         return super().forward(x) if x.shape[0] < 40 else super().forward(x).repeat(1, 1, 30)
 
 
+def test_relative_lengths_that_a_loss_scales_in_place_do_not_keep_a_model_from_being_traced() -> None:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        lengths = batch["relative"].mul_(len(batch["frames"]))
+        outputs = model(batch["frames"])[0]
+        total: Tensor = sum(outputs[: int(length), row].square().sum() for row, length in enumerate(lengths))
+        return total / len(lengths)
+
+    def batch(rows: int, steps: int) -> dict[str, Tensor]:
+        return {"frames": torch.randn(steps, rows, 3), "relative": torch.linspace(0.5, 1, rows)}
+
+    task = Task(model=lambda: nn.LSTM(3, 6), loss=loss, batch=batch)
+    assert peak_bytes(traced(task)) == pytest.approx(peak_bytes(traced(task, fake=False)), rel=0.02)
+
+
+def test_a_model_that_needs_longer_rows_than_a_tiny_batch_is_refused_with_advice() -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Any:
+        if len(batch) < 100:
+            raise ValueError("too short")
+        return squares(model, batch)
+
+    task = Task(model=lambda: nn.Linear(3, 1), loss=loss, batch=waves)
+    with pytest.raises(MisuseError, match=r"ValueError: too short\. .* let batch\(\) make more"):
+        oomguard.estimate(task, microbatch=4, steps=300)
+
+
 def test_a_model_that_cannot_be_traced_is_extrapolated_from_tiny_passes() -> None:
     class Clear(Opaque):
         def forward(self, x: Tensor) -> Any:
