@@ -20,7 +20,6 @@ from oomguard._estimate import cards
 from oomguard._estimate.breakdown import estimate_step, is_fragile, split
 from oomguard._estimate.margins import OFFSET_BYTES, Residual
 from oomguard._estimate.target import CPU, on_card
-from oomguard._predict import memory
 from oomguard._spec.candidate import make_candidate
 from oomguard._spec.read import make_spec
 
@@ -31,8 +30,12 @@ RESIDUALS = Path(oomguard.__file__).parent / "_estimate" / "residuals.csv"
 
 
 def residuals(rows: list[dict[str, Any]], kinds: tuple[str, ...] = ("tune", "repeat")) -> list[Residual]:
-    """Compute the errors of the rows of some sets."""
-    places: dict[tuple[str, int, float], int] = {}
+    """Compute the errors of the rows of some sets.
+
+    Shorter versions of a candidate have its number: recomputed segments are told apart by their length, chunks, which
+    all stay in memory, by their number.
+    """
+    places: dict[tuple[Any, ...], int] = {}
     errors = []
     for row in rows:
         spec = make_spec(json.loads(row["spec"]))
@@ -41,8 +44,9 @@ def residuals(rows: list[dict[str, Any]], kinds: tuple[str, ...] = ("tune", "rep
             target = CPU if row["device"] == "cpu" else on_card(cards.card("a100-40gb"))
             estimate = estimate_step(spec, candidate, target)
             known, rest = split(estimate)
-            coordinates = memory.places(spec, candidate, rest)[0]
-            place = (row["device"], int(row["model"]), float(coordinates[memory.PLACE]))
+            piece = -(-spec.steps // candidate.segments) if candidate.recompute else -candidate.segments
+            shape = candidate.microbatch, piece if candidate.segments > 1 else 0, candidate.offload, candidate.keep
+            place = (row["device"], int(row["model"]), *shape)
             if "rest_bytes" in row:
                 measured = int(row["gradients_bytes"]) + int(row["rest_bytes"])
             else:

@@ -196,7 +196,7 @@ class Calibration:
             records = [record for record in self.records if kind_of(record) == kind]
             rows = [self._memory_row(record, fragile, models.index(model_of(record.spec))) for record in records]
             terms = memory.terms(self.device, *kind, fragile)
-            fit = Fit(terms, stacked(rows, coordinates=memory.PLACE + 1))
+            fit = Fit(terms, stacked(rows, coordinates=memory.STEPS + 1))
             failed = [self._memory_row(record, fragile) for record in self._failed if kind_of(record) == kind]
             beyond = max([0.0, *(float(row.values[0] - fit.at(row.places)[0][0]) for row in failed)])
             self._fits[kind, fragile] = fit, beyond

@@ -4,14 +4,13 @@ import math
 from functools import cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from oomguard._estimate.margins import spread
 from oomguard._predict.fit import FAR, Floats, Term, matrix
-from oomguard._predict.speed import Knobs, piece_of
+from oomguard._predict.speed import Knobs
 from oomguard._spec.spec import Spec
 
-MODEL, PIECES, CHUNKS, REST, ROWS, STEPS, PLACE = range(7)  # coordinates of a candidate
+MODEL, PIECES, CHUNKS, REST, ROWS, STEPS = range(6)  # coordinates of a candidate
 
 
 @cache
@@ -26,20 +25,9 @@ def terms(*kind: str | bool) -> tuple[Term, ...]:
     )
 
 
-def is_chunked(knobs: Knobs) -> NDArray[np.bool_]:
-    """Where segments are not recomputed."""
-    return np.asarray(np.greater(knobs.segments, 1) & np.logical_not(knobs.recompute))
-
-
 def places(spec: Spec, knobs: Knobs, rest: Floats, model: float = 0.0) -> Floats:
-    """Coordinates of each candidate. Its shorter versions differ in their rest and their steps alone.
-
-    Recomputed segments are identified by their length; chunks, which all stay in memory, by their number.
-    """
-    pieces, chunks = np.greater(knobs.segments, 1), is_chunked(knobs)
-    piece = np.where(pieces, np.where(chunks, -np.asarray(knobs.segments), piece_of(spec, knobs)), 0)
-    place = np.asarray(knobs.microbatch, dtype=np.int64) * (1 << 31) + piece
-    for switch in (np.asarray(knobs.offload), np.asarray(knobs.keep) == "host"):
-        place = 2 * place + switch
+    """Coordinates of each candidate. Its shorter versions differ in their rest and their steps alone."""
+    pieces = np.greater(knobs.segments, 1)
+    chunks = pieces & np.logical_not(knobs.recompute)
     sizes = np.log2(rest), np.log2(knobs.microbatch), np.log2(spec.steps)
-    return matrix([FAR * model, FAR * pieces, FAR * chunks, *sizes, FAR * place])
+    return matrix([FAR * model, FAR * pieces, FAR * chunks, *sizes])

@@ -27,7 +27,6 @@ step, most of them near 1)."""
 LAUNCH_SECONDS = {"native": 2e-5, "fused": 3e-4}
 """Seconds of a layer's kernel, however small its work: of PyTorch's own one for each time step, of the others one for
 each segment (LSTM 128, 1 thread)."""
-APART = 1.5  # distance of two candidates that differ in a switch, in doublings of the microbatch
 LEVEL, SETTING, SHAPE = 1.5, 0.4, 0.2
 """Standard deviations (of logarithms) before anything is measured: of the speed, of the effect of one setting or of an
 earlier search (the machine may have been busier), of the effect of the shape. Wide enough for all records of the tuned
@@ -75,7 +74,7 @@ def places(spec: Spec, knobs: Knobs, engine: Engine, steps: ArrayLike, *, old: b
         ~np.asarray(knobs.recompute),
     ]
     lengths = [np.log2(live) / 8, np.log2(steps) / 8]
-    columns = [np.log2(rows) / 2, np.log2(piece) / 2, *(APART * column for column in switches), *lengths]
+    columns = [np.log2(rows) / 2, np.log2(piece) / 2, *switches, *lengths]
     return matrix([*columns, FAR * old])
 
 

@@ -27,9 +27,7 @@ from oomguard._spec.candidate import Candidate, make_candidate
 from oomguard._spec.lengths import longest_that_fits, same_model, shorten
 from oomguard._spec.spec import Spec
 
-PROBE_SECONDS, FEWEST_STEPS = 0.4, 48
-"""A short version of a candidate: seconds of a pass (several go into a second, and their median counts), and steps
-(fewer would tell more about calls than about steps)."""
+PROBE_SECONDS = 0.4  # seconds of a pass of a short version: several go into a second, and their median counts
 CHILD_SECONDS = 3.0
 """Seconds of starting a child: a new one is needed if the kind of candidate changes (2.5 to 3.5 s on 2 cores). A pass
 that takes no longer is measured twice, since a first pass is slower and peaks lower."""
@@ -38,7 +36,6 @@ MEASURE_SECONDS, MEASURE_STEPS = 1.5, 30
 SAFE_SHARE = 4
 """A kind that has not been measured is first run in a quarter of the spare budget: stored errors are those of other
 machines."""
-SETTLE_SHARE = 0.5  # share of the time of a confirming probe that may be spent to see its peak settle
 CONFIRM_SHARE = 0.7  # share of the time left that the last pass may take: it may be slower than expected
 Role = Literal["calibrate", "explore", "confirm"]
 
@@ -157,7 +154,7 @@ def short_steps(table: CandidateTable) -> Ints:
     """The steps of a short version of each candidate."""
     whole = table.spec.steps
     steps = PROBE_SECONDS / table.pass_seconds * whole
-    return np.clip(steps, min(FEWEST_STEPS, whole), whole).astype(np.int64)
+    return np.clip(steps, 1, whole).astype(np.int64)
 
 
 def _chance(state: State, table: CandidateTable) -> Floats:
@@ -193,7 +190,7 @@ def _confirm(state: State, table: CandidateTable, row: int) -> Probe | None:
 def _confirm_steps(state: State, table: CandidateTable, row: int) -> int:
     """The steps of a confirming probe: all of them, or as many as there is time for."""
     steps = state.confirm_seconds / table.pass_seconds[row] * table.spec.steps
-    return int(min(table.spec.steps, max(FEWEST_STEPS, steps)))
+    return int(min(table.spec.steps, max(1, steps)))
 
 
 def _confirmed(state: State, table: CandidateTable) -> Mask:
@@ -248,7 +245,7 @@ def make_probe(state: State, table: CandidateTable, row: int, role: Role, steps:
     twice = pass_seconds <= CHILD_SECONDS
     passes = 2 if twice else 1
     if settle or not problem.timed:  # what counts is the peak, which needs some passes to show
-        passes = int(min(SETTLED, max(passes, SETTLE_SHARE * state.confirm_seconds / pass_seconds)))
+        passes = int(min(SETTLED, max(passes, state.confirm_seconds / pass_seconds)))
     return Probe(
         spec=spec,
         candidate=candidate,
