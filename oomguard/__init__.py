@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from oomguard._api import curves, estimate, find_feasible_config, guard, predict, probe, sampler, tradeoffs, train
+    from oomguard._api import (
+        curves,
+        estimate,
+        find_feasible_config,
+        guard,
+        predict,
+        probe,
+        resume,
+        sampler,
+        tradeoffs,
+        train,
+    )
     from oomguard._core.errors import GuardError, MisuseError, OomguardError
     from oomguard._estimate.breakdown import Estimate
     from oomguard._guard.stepper import stepper
@@ -58,6 +69,7 @@ __all__ = [
     "load_plan",
     "predict",
     "probe",
+    "resume",
     "sampler",
     "save_page",
     "save_plan",
@@ -71,7 +83,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "_api": "curves estimate find_feasible_config guard predict probe sampler tradeoffs train",
+    "_api": "curves estimate find_feasible_config guard predict probe resume sampler tradeoffs train",
     "_core.errors": "GuardError MisuseError OomguardError",
     "_estimate.breakdown": "Estimate",
     "_guard.stepper": "stepper",

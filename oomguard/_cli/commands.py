@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import typer
 
 from oomguard._cli import flags, parsing
@@ -181,7 +182,7 @@ def _plan(*, device: str = "cpu", output: str = "plan.json", json: bool = False,
     from oomguard._report.task import show_task_result
 
     name, knobs = parsing.read_task(values, ("batch",))
-    spec, fixed = parsing.read_planned(values) if name is None else (name, knobs)
+    spec, fixed, data = parsing.read_planned(values) if name is None else (name, knobs, None)
     options = parsing.read_options(values, [flags.BUDGET, *flags.SEARCH])
     parsing.check_output(output)
     plan: Plan | TaskPlan
@@ -195,6 +196,8 @@ def _plan(*, device: str = "cpu", output: str = "plan.json", json: bool = False,
         shortfall = error.shortfall
         text = partial(show_sections, explain_shortfall(shortfall, spec, device), first_style="bold red")
         return _answer(json, lambda: shortfall_json(shortfall), text, DOES_NOT_FIT)
+    if data is not None:
+        plan = msgspec.structs.replace(plan, data=data)
     try:
         path, code = save_plan(plan, output), FITS
     except MisuseError as error:  # the plan is shown even if it cannot be saved
@@ -223,7 +226,6 @@ def _train(*, plan: str, json: bool = False, **values: Any) -> Answer:
     from oomguard._plan.store import load_spec_plan
     from oomguard._report.progress import follow, result_json, show_training
 
-    data = parsing.read_path(values, "oomguard train")
     options = parsing.read_options(values, [*flags.DATA[1:], *flags.TRAINED])
     loaded = load_spec_plan(plan)
     _restart_with(loaded.exports)
@@ -231,11 +233,26 @@ def _train(*, plan: str, json: bool = False, **values: Any) -> Answer:
 
     first = os.environ.get("RANK", "0") == "0"  # of several processes that torchrun started, one prints
     with follow(quiet=json or not first) as progress:
-        result = train(loaded, data, progress=progress, **options)
+        result = train(loaded, values.get("data"), progress=progress, **options)
     code = INTERRUPTED if result.ended == "interrupted" else FITS
     if not first:
         return Answer("", code)
     return _answer(json, lambda: result_json(result), partial(show_training, result), code)
+
+
+@_command("resume", RUN, Data=flags.DATA, Training=flags.RESUMED, Output=[JSON])
+def _resume(*, run: str, **values: Any) -> Answer:
+    """Go on with a training run, with its own plan, data and options.
+
+    [bold]Examples[/bold]
+
+    - oomguard resume runs/lstm-1000
+    - oomguard resume runs/lstm-1000 --epochs 40
+
+    Exit codes: 0 done, 1 out of memory on the last fallback (with a checkpoint), 2 wrong usage.
+    """
+    answer: Answer = _train(plan=os.path.join(run, "plan.json"), **values | {"run": run, "resume": True})
+    return answer
 
 
 @_command("predict", RUN, Data=flags.READ, Output=flags.PREDICTED)
@@ -253,11 +270,10 @@ def _predict(*, run: str, **values: Any) -> Answer:
     """
     from oomguard._api import predict
 
-    data = parsing.read_path(values, "oomguard predict")
     usual = "predictions.npy"
     options = {"output": usual} | parsing.read_options(values, [*flags.READ[1:], *flags.PREDICTED])
     parsing.check_output(options["output"], usual)
-    return Answer(f"{predict(run, data, **options)}\n")
+    return Answer(f"{predict(run, values.get('data'), **options)}\n")
 
 
 @_command("tradeoffs", Spec=SPEC, **_FIXED, Where=flags.WHERE, Table=flags.TABLE, Output=flags.TABLE_OUTPUT)

@@ -45,7 +45,15 @@ class Flag(NamedTuple):
 
 _METAVARS: dict[type | str, str] = {
     **{int: "N", float: "P", bool: "", dict: "HISTOGRAM", tuple: "COLUMNS", str: "TEXT"},
-    **{"frozen": "PARTS", "id": "COLUMN", "targets": "FILE", "cache": "DIR", "run": "DIR", "save_every": "WHEN"},
+    **{
+        "frozen": "PARTS",
+        "id": "COLUMN",
+        "time": "COLUMN",
+        "targets": "FILE",
+        "cache": "DIR",
+        "run": "DIR",
+        "save_every": "WHEN",
+    },
 }
 """Metavars by type, and by name for fields whose type does not show what they hold."""
 _HELP = {
@@ -116,7 +124,7 @@ SEARCH = [
 ]
 DATA = [
     Flag("data", "FILE", "Training data: .npy, .csv, .parquet or text."),
-    *flags_of(DataOptions, ["limit", "inputs_only"]),
+    *flags_of(DataOptions, ["limit", "inputs_only", "categories"]),
 ]
 CUT = [
     Flag("data", "FILE", "Training data; the plan is for its sequence lengths."),
@@ -125,6 +133,7 @@ CUT = [
 """Data options that decide which sequences there are."""
 READ = [Flag("data", "FILE", "Data in the form of the training data."), *DATA[1:]]
 TRAINED = [*flags_of(TrainOptions), Flag("model", "NAME", "Function that builds the model: package.module:function.")]
+RESUMED = [flag for flag in TRAINED if flag.name not in ("run", "resume")]
 PREDICTED = [
     Flag("output", "FILE", "File for the predictions, .npy or .csv (default: predictions.npy)."),
     Flag("probabilities", "", "Write the probabilities of all classes, not the likeliest class.", bool),

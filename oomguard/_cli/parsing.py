@@ -6,7 +6,6 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import msgspec
 
 from oomguard._cli.flags import CANDIDATE, CUT, FIXED, MODEL, PRESET, SPEC, SPEC_FIELDS, Flag
 from oomguard._core.errors import MisuseError, conflict, flag, shown
-from oomguard._data.options import DataOptions
+from oomguard._data.options import DataOptions, PlanData
 from oomguard._spec.candidate import Candidate, make_candidate
 from oomguard._spec.read import load_fields, make_spec, preset_fields, with_batch
 from oomguard._spec.spec import Spec
@@ -45,13 +44,17 @@ def read_task(values: dict[str, Any], also: tuple[str, ...] = ()) -> tuple[str |
     return name, knobs | steps | shared
 
 
-def read_planned(values: dict[str, Any]) -> tuple[Spec, dict[str, Any]]:
-    """The spec, with the lengths of --data, and the fields (the batch if given) and knobs that a search keeps fixed."""
-    options = read_options(values, CUT[1:])
+def read_planned(values: dict[str, Any]) -> tuple[Spec, dict[str, Any], PlanData | None]:
+    """The spec, the fields (the batch if given) and knobs that a search keeps fixed, and the data that was read."""
+    options, opened = read_options(values, CUT[1:]), list[PlanData]()
     if "data" in values:
-        from oomguard._data.open import spec_from_data
+        from oomguard._data.infer import spec_from_data
 
-        make = partial(spec_from_data, data=values["data"], options=DataOptions(**options))
+        def make(fields: dict[str, Any]) -> Spec:
+            spec, data = spec_from_data(fields, values["data"], DataOptions(**options))
+            opened.append(data)
+            return spec
+
         # the lengths of the data replace those of a spec file
         spec, knobs = _read(values, FIXED, {"lengths": None}, make)
     elif options:
@@ -63,7 +66,7 @@ def read_planned(values: dict[str, Any]) -> tuple[Spec, dict[str, Any]]:
     fields = msgspec.structs.asdict(spec)
     if "batch" not in _spec_fields(values.get("model"), values.get("preset")) | values:
         del fields["batch"]
-    return spec, with_batch(fields, knobs) | knobs
+    return spec, with_batch(fields, knobs) | knobs, opened[0] if opened else None
 
 
 def _read(
@@ -120,14 +123,6 @@ def read_options(values: dict[str, Any], flags: Iterable[Flag]) -> dict[str, Any
         elif on:
             options[option.name] = _value(option, values[option.name])
     return options
-
-
-def read_path(values: dict[str, Any], command: str) -> str:
-    if "data" not in values:
-        raise MisuseError(
-            rule=f"{command} needs data", got="got none", advice="Add --data with a .npy, .csv, .parquet or .txt file."
-        )
-    return str(values["data"])
 
 
 def check_output(text: str, usual: str = "plan.json") -> None:

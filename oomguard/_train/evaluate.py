@@ -2,7 +2,7 @@
 
 import csv
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from oomguard._core.errors import GuardError, MisuseError
 from oomguard._core.system import file_errors
+from oomguard._data.files import BYTE_TOKENS
 from oomguard._data.loader import read_microbatch
 from oomguard._data.open import open_source
 from oomguard._data.rows import Source
@@ -29,6 +30,7 @@ from oomguard._spec.candidate import Candidate
 from oomguard._spec.spec import Spec
 from oomguard._train.checkpoint import BEST, CHECKPOINTS, Checkpoint, Model, TrainState, build_model, load, load_weights
 from oomguard._train.ranks import Ranks
+from oomguard._train.settings import read_settings
 
 MOST_ROWS = 4096  # most sequences of an evaluation pass: beyond that no kernel gets faster
 Output = TypeVar("Output")
@@ -111,6 +113,8 @@ def run_prediction(
         advice = "Leave --probabilities out."
         raise MisuseError(rule="Probabilities need classes", got="this run predicts numbers", advice=advice)
     classes = spec.loss == "cross-entropy" and not probabilities
+    if data is None:
+        data = _own_data(Path(run))
     source = _open_inputs(data, spec, state, options)
     target_device = open_device(plan.where.device if device is None else device)
     network = build_model(model or state.model, spec).to(target_device.name)
@@ -127,7 +131,9 @@ def run_prediction(
 
     blocks = in_microbatches(np.arange(len(source)), candidate.microbatch, predict)
     if output is not None and output.lower().endswith(".csv"):
-        return _write_csv(blocks, source, spec, output, classes=classes)
+        labels = labels_of(state, spec)
+        names = ["class"] if classes else columns_of(state, spec, labels)
+        return _write_csv(blocks, source, spec, output, names, labels if classes else ())
     return _write_array(blocks, source, spec, output, classes=classes)
 
 
@@ -183,10 +189,38 @@ def _write_array(blocks: Blocks, source: Source, spec: Spec, output: str | None,
     return array if output is None else Path(output)
 
 
-def _write_csv(blocks: Blocks, source: Source, spec: Spec, output: str, *, classes: bool) -> Path:
-    """A CSV file with one line for each prediction."""
+def labels_of(state: TrainState, spec: Spec) -> Sequence[str]:
+    """The names of the classes: values of a text column, characters or bytes; none if classes are only numbers."""
+    options = state.data_options
+    if spec.loss != "cross-entropy":
+        return ()
+    for name in (options.target or ())[:1]:
+        if name in options.categories:
+            return options.categories[name]
+    if state.data.get("kind") != "text":
+        return ()
+    return str(state.data.get("vocabulary") or "".join(map(chr, range(BYTE_TOKENS))))
+
+
+def columns_of(state: TrainState, spec: Spec, labels: Sequence[str]) -> list[str]:
+    """The names of the outputs: those of the target columns, or of the classes whose probabilities they are."""
+    names = labels if spec.loss == "cross-entropy" else state.data.get("predicts", ())
+    return [names[i] if i < len(names) else f"output{i}" for i in range(spec.classes)]
+
+
+def _own_data(run: Path) -> str:
+    settings = read_settings(run)
+    if settings is None or settings.data is None:
+        advice = "Add --data with a file in the form of the training data."
+        raise MisuseError(rule="Predictions need data", got=f"{run} does not name a file", advice=advice)
+    return settings.data
+
+
+def _write_csv(
+    blocks: Blocks, source: Source, spec: Spec, output: str, columns: list[str], labels: Sequence[str]
+) -> Path:
+    """A CSV file with one line for each prediction, classes by their names if they have any."""
     names, origin = source.origins()
-    columns = ["class"] if classes else [f"output{i}" for i in range(spec.classes)]
     per_step = spec.head == "per-step"
     with _open_output(output) as file:
         writer = csv.writer(file, lineterminator="\n")
@@ -196,7 +230,10 @@ def _write_csv(blocks: Blocks, source: Source, spec: Spec, output: str, *, class
             for number, predictions in zip(sequences.tolist(), steps, strict=True):
                 first = [number, *origin(number)]
                 for step in range(int(source.lengths[number]) if per_step else 1):
-                    writer.writerow([*first, *([step] if per_step else []), *predictions[step].tolist()])
+                    cells = predictions[step].tolist()
+                    if labels:
+                        cells = [labels[cell] if cell < len(labels) else cell for cell in cells]
+                    writer.writerow([*first, *([step] if per_step else []), *cells])
     return Path(output)
 
 

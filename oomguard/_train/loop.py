@@ -29,6 +29,7 @@ from oomguard._train.checkpoint import BEST, CHECKPOINTS, Model, TrainState, sav
 from oomguard._train.evaluate import evaluation_candidate, validate
 from oomguard._train.metrics import Metrics
 from oomguard._train.ranks import Ranks
+from oomguard._train.settings import RunSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,13 +37,20 @@ class TrainConfig:
     """The parts of a training that stay the same: plan, options, data, directory, processes."""
 
     plan: Plan
-    options: TrainOptions
-    data_options: DataOptions
+    settings: RunSettings
     data: Data
     directory: Path
     ranks: Ranks
     model: Model = None
     progress: "Callable[[TrainProgress], None] | None" = None
+
+    @property
+    def options(self) -> TrainOptions:
+        return self.settings.train
+
+    @property
+    def data_options(self) -> DataOptions:
+        return self.settings.options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +81,7 @@ class Result:
     peak_bytes: int  # largest peak of this process
     model: Recurrent  # the model after the last step
     missing: Missing  # how many sequences were cut or left out
+    scaled: bool = False  # whether targets, and so losses, have mean 0 and standard deviation 1
 
 
 class Trainer:
@@ -115,6 +124,7 @@ class Trainer:
             peak_bytes=self.guard.watch.peak_bytes,
             model=self.training.model,
             missing=self.config.data.missing,
+            scaled=self.state.normaliser is not None and self.state.normaliser.target_mean is not None,
         )
 
     def _run_batches(self) -> None:

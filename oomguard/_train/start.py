@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from oomguard._core.errors import MisuseError, TornUpdateError, flag, shown
+from oomguard._data.infer import complete
 from oomguard._data.loader import Loader, size_loader
 from oomguard._data.open import check_data, open_data
 from oomguard._data.options import DataOptions
@@ -27,9 +28,10 @@ from oomguard._train import TrainOptions
 from oomguard._train.checkpoint import CHECKPOINTS, Checkpoint, Model, TrainState, build_model, load, name_of, restore
 from oomguard._train.loop import Result, TrainConfig, Trainer, TrainProgress
 from oomguard._train.ranks import join
+from oomguard._train.settings import settle, write_settings
 
 SHARED_MEMORY = Path("/dev/shm")  # where processes share memory on Linux
-_MAY_CHANGE = {"--workers", "--cache", "--format", "--nan", "--targets", "path", "targets"}
+_MAY_CHANGE = {"--workers", "--cache", "--format", "--nan", "--targets", "path", "targets", "predicts"}
 """Data options and descriptions that may differ after a resume. A description shows what such an option changes, and
 files may have moved."""
 
@@ -37,14 +39,21 @@ files may have moved."""
 def run_training(
     plan: Plan,
     data: Any,
-    options: TrainOptions,
-    data_options: DataOptions,
+    given: dict[str, Any],
     model: Model = None,
     progress: Callable[[TrainProgress], None] | None = None,
 ) -> Result:
-    """Run a plan on data; with `options.resume`, from the newest checkpoint of the run."""
-    directory = Path(options.run or f"runs/{plan.spec.cell}-{plan.spec.steps}")
+    """Run a plan on data (None: that of the plan), with some fields of `TrainOptions` and `DataOptions`.
+
+    With `resume`, it goes on from the newest checkpoint of the run.
+    """
+    settings = settle(plan, data, name_of(model), given)
+    data, options, data_options = settings.data if data is None else data, settings.train, settings.options
+    directory = Path(str(options.run))
     _check(plan, options, data_options)
+    if not settings.known:
+        data_options = complete(data, data_options)
+    model = settings.model if model is None else model
     with join(plan.where.device, plan.spec) as ranks:
         checkpoint = load(directory / CHECKPOINTS)
         if checkpoint is not None and not options.resume:
@@ -59,12 +68,16 @@ def run_training(
             check_data(opened)
         config = TrainConfig(
             plan=plan,
-            options=options,
-            data_options=data_options,
             data=opened,
             directory=directory,
             ranks=ranks,
             model=model,
+            settings=msgspec.structs.replace(
+                settings,
+                data=None if settings.data is None else os.path.abspath(settings.data),
+                options=data_options,
+                known=True,
+            ),
             progress=progress,
         )
         return _run(config, checkpoint)
@@ -122,6 +135,8 @@ def _trainer(config: TrainConfig, checkpoint: Checkpoint | None) -> Trainer:
     training = _training(config, device)
     if checkpoint is not None:
         restore(checkpoint, training)
+    if ranks.first:
+        write_settings(config.directory, config.settings)
     events = Events(config.directory / "events.jsonl") if ranks.first else None
     guard = Guard(plan, device=device, events=events, position=state.ladder, agree=ranks.agree)
     trainer = Trainer(config, training, _loader(config, device), guard, state)

@@ -72,7 +72,7 @@ def test_a_table_is_read_as_the_flags_say(here: Path) -> None:
     ("words", "message"),
     [
         ("train", "oomguard train needs a plan file"),
-        ("train plan.json", "oomguard train needs data"),
+        ("train plan.json", "Training needs data"),
         ("train plan.json --data nowhere.npy", "nowhere.npy is not (there is no such file)"),
         ("train plan.json --data data.npy --validation 2", "--validation must be a share"),
         ("train plan.json --data data.npy --lr fast", "--lr must be a number above 0"),
@@ -160,7 +160,11 @@ def test_a_damaged_checkpoint_is_one_line(here: Path, capsys: pytest.CaptureFixt
 def test_every_option_has_its_flag() -> None:
     names = {flag.name for flag in (*DATA, *TRAINED)}
     options = {*TrainOptions.__struct_fields__, *DataOptions.__struct_fields__}
-    assert names - {"data", "model"} == options - {"limit", "inputs_only"}  # for Python alone, and for predict
+    assert names - {"data", "model"} == options - {
+        "limit",
+        "inputs_only",
+        "categories",
+    }  # not given by flags
 
 
 def test_the_schedules_are_those_that_the_help_names() -> None:
@@ -233,7 +237,7 @@ def test_an_interrupted_run_says_how_to_go_on() -> None:
         show_training(Result(run=Path("r"), model=None, missing=Missing(), **fields), console)  # type: ignore[arg-type]
     assert "Interrupted after 3 steps: loss 0.5." in captured.get()
     assert "fallback 2" in captured.get()
-    assert "--resume" in captured.get()
+    assert "oomguard resume r" in captured.get()
 
 
 def test_the_progress_of_a_training_is_one_line() -> None:

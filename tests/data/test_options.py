@@ -15,7 +15,7 @@ from oomguard._data.options import DataOptions, check_used
     ("fields", "message"),
     [
         ({"format": "xls"}, "--format must be one of npy, csv, parquet, text, but got 'xls'"),
-        ({"nan": "ignore"}, "--nan must be one of error, drop, zero"),
+        ({"nan": "ignore"}, "--nan must be one of error, drop, cut, zero"),
         ({"nan": None}, "--nan must be one of"),
         ({"split": "random"}, "--split must be one of series, time"),
         ({"normalise": True}, "--normalise must be one of"),
