@@ -181,10 +181,10 @@ def _plan(*, device: str = "cpu", output: str = "plan.json", json: bool = False,
     from oomguard._report.tables import show_sections
     from oomguard._report.task import show_task_result
 
+    parsing.check_output(output, values)
     name, knobs = parsing.read_task(values, ("batch",))
     spec, fixed, data = parsing.read_planned(values) if name is None else (name, knobs, None)
     options = parsing.read_options(values, [flags.BUDGET, *flags.SEARCH])
-    parsing.check_output(output)
     plan: Plan | TaskPlan
     try:
         if name is not None:
@@ -225,9 +225,11 @@ def _train(*, plan: str, json: bool = False, **values: Any) -> Answer:
     """
     from oomguard._plan.store import load_spec_plan
     from oomguard._report.progress import follow, result_json, show_training
+    from oomguard._train.settings import settle
 
     options = parsing.read_options(values, [*flags.DATA[1:], *flags.TRAINED])
     loaded = load_spec_plan(plan)
+    settle(loaded, values.get("data"), values.get("model"), options)  # misuse is told before torch is imported
     _restart_with(loaded.exports)
     from oomguard._api import train
 
@@ -269,10 +271,13 @@ def _predict(*, run: str, **values: Any) -> Answer:
     - oomguard predict book --data more.txt --device cpu --output next.npy
     """
     from oomguard._api import predict
+    from oomguard._train.settings import check_predicted
 
     usual = "predictions.npy"
-    options = {"output": usual} | parsing.read_options(values, [*flags.READ[1:], *flags.PREDICTED])
-    parsing.check_output(options["output"], usual)
+    written = [flag for flag in flags.PREDICTED if flag is not flags.FORCE]
+    options = {"output": usual} | parsing.read_options(values, [*flags.READ[1:], *written])
+    parsing.check_output(options["output"], values, usual)
+    check_predicted(Path(run), values.get("data"))
     return Answer(f"{predict(run, values.get('data'), **options)}\n")
 
 
@@ -298,7 +303,7 @@ def _tradeoffs(*, output: str | None = None, json: bool = False, **values: Any) 
     budget_bytes = read_budget(values.get("budget"))
     curve = check_written(output, values.get("curve"))
     if output is not None:
-        parsing.check_output(output, f"tradeoffs{Path(output).suffix}")
+        parsing.check_output(output, values, f"tradeoffs{Path(output).suffix}")
     subject = find_subject(**arguments, budget=budget_bytes)
     table = make_table(subject)
     code = FITS if table["fits"].any() else DOES_NOT_FIT
@@ -307,7 +312,7 @@ def _tradeoffs(*, output: str | None = None, json: bool = False, **values: Any) 
     return _answer(json, lambda: table_json(subject, table), text, code)
 
 
-@_command("show", PLAN, Output=[flags.SEQUENCES, flags.HTML, JSON])
+@_command("show", PLAN, Output=[flags.SEQUENCES, flags.HTML, flags.FORCE, JSON])
 def _show(*, plan: str, html: str | None = None, json: bool = False, **values: Any) -> Answer:
     """Explain a plan: the choice and its reasons, the evidence, what to expect, and the fallbacks.
 
@@ -336,6 +341,7 @@ def _show(*, plan: str, html: str | None = None, json: bool = False, **values: A
 
         if os.path.exists(html) and os.path.samefile(html, plan):
             raise wrong("html", "another file than the plan", html, "Write it as --html report.html.")
+        parsing.check_output(html, values, "report.html", "html")
         path = save_page(loaded, html, sequences)
         return Answer(plan_json(loaded) if json else f"{path}\n")
     return _answer(json, lambda: plan_json(loaded), lambda console: show_sections(explain(loaded, sequences), console))

@@ -94,6 +94,7 @@ PROBED = [flag for flag in CANDIDATE if KNOBS[flag.name].role.group != "loading"
 FIXED = flags_of(Candidate, [name for name, knob in KNOBS.items() if not knob.searched], fixes=True)
 """Knobs that the user can fix before a search."""
 JSON = Flag("json", "", "Print one JSON document.", bool)
+FORCE = Flag("force", "", "Replace the output file if there is one.", bool)
 BUDGET = Flag("budget", "SIZE", "Memory that may be used, such as 6GiB (default: what is free).")
 WHERE = [Flag("device", "NAME", "cpu, cuda, cuda:1, or a card such as a100-80gb (default: cpu)."), BUDGET]
 HERE = [Flag("device", "NAME", "cpu, cuda or cuda:1 (default: cpu)."), BUDGET]
@@ -136,6 +137,7 @@ TRAINED = [*flags_of(TrainOptions), Flag("model", "NAME", "Function that builds 
 RESUMED = [flag for flag in TRAINED if flag.name not in ("run", "resume")]
 PREDICTED = [
     Flag("output", "FILE", "File for the predictions, .npy or .csv (default: predictions.npy)."),
+    FORCE,
     Flag("probabilities", "", "Write the probabilities of all classes, not the likeliest class.", bool),
     Flag("device", "NAME", "cpu, cuda or cuda:1 (default: as the plan)."),
 ]
@@ -150,9 +152,10 @@ CURVES = ("front", "region", "segments", "microbatch", "terms", "timeline")
 TABLE_OUTPUT = [
     Flag("output", "FILE", "Write the table (.csv, .parquet), one chart (.png) or all charts (.html)."),
     Flag("curve", "NAME", "Chart for a .png (default: the one that fits --over).", choices=CURVES),
+    FORCE,
     JSON,
 ]
-PLANNED = [Flag("output", "FILE", "File for the plan (default: plan.json)."), JSON]
+PLANNED = [Flag("output", "FILE", "File for the plan (default: plan.json)."), FORCE, JSON]
 SEQUENCES = Flag("sequences", "N", "Sequences per epoch (default: those of the plan's histogram of lengths).", int)
 HTML = Flag("html", "FILE", "Write a report page with charts, in one file.")
 TIMEOUT = Flag("timeout", "SECONDS", "Time limit, such as 90s or 5min (default: 10min).")

@@ -125,9 +125,15 @@ def read_options(values: dict[str, Any], flags: Iterable[Flag]) -> dict[str, Any
     return options
 
 
-def check_output(text: str, usual: str = "plan.json") -> None:
-    """Raise unless the file can be written, before any work is done. `usual` is the example in the message."""
+def check_output(text: str, values: dict[str, Any], usual: str = "plan.json", name: str = "output") -> None:
+    """Raise unless the file can be written, before any work is done, and is new or may be replaced (--force).
+
+    `usual` is the example in the message.
+    """
     target = Path(text)
+    if target.is_file() and not values.get("force"):
+        advice = f"Add --force to replace it, or give another {flag(name)}."
+        raise MisuseError(rule=f"{flag(name)} must be a new file", got=f"{text} exists", advice=advice)
     folder = next(parent for parent in target.absolute().parents if parent.exists())
     try:
         if target.is_dir():
@@ -136,9 +142,9 @@ def check_output(text: str, usual: str = "plan.json") -> None:
             pass
     except (OSError, ValueError) as error:
         raise MisuseError(
-            rule="--output must be a file that can be written",
+            rule=f"{flag(name)} must be a file that can be written",
             got=f"{shown(text)} cannot ({getattr(error, 'strerror', None) or error})",
-            advice=f"Give another --output, such as {usual}.",
+            advice=f"Give another {flag(name)}, such as {usual}.",
         ) from None
 
 
@@ -150,6 +156,8 @@ def _spec_fields(model: str | None, name: str | None) -> dict[str, Any]:
             got=f"got {shown(model)}, a task",
             advice="Describe its layers by flags (--model lstm --hidden 256); estimate, probe and plan take tasks.",
         )
+    if model is not None and model.lower() in MODEL.choices:
+        model = model.lower()
     is_path = model and (any(sign in model for sign in "./\\") or os.path.exists(model))
     if model is None or model in MODEL.choices or not is_path:
         return ({} if name is None else preset_fields(name)) | ({} if model is None else {"cell": model})
@@ -162,14 +170,23 @@ def _spec_fields(model: str | None, name: str | None) -> dict[str, Any]:
 def _value(option: Flag, text: str) -> Any:
     """The text as the type of the field; unchanged if it is not of that type, so that the field refuses it."""
     if option.kind is int:
-        plain = text.replace("_", "")
-        return int(plain) if re.fullmatch(r"-?\d{1,18}", plain, re.ASCII) else text
+        return _whole(text)
     if option.kind is float:
         with suppress(ValueError):
             return float(text)
     if option.kind is tuple:
         return tuple(part.strip() for part in text.split(",") if part.strip())
     return _histogram(text) if option.kind is dict else text
+
+
+def _whole(text: str) -> int | str:
+    """A whole number such as 10000, 10_000, 10,000 or 10k; unchanged if it is none."""
+    if match := re.fullmatch(r"(\d{1,12})(?:\.(\d{1,3}))?k", text, re.ASCII | re.IGNORECASE):
+        return int(match[1]) * 1000 + int((match[2] or "").ljust(3, "0"))
+    if re.fullmatch(r"\d{1,3}(,\d{3}){1,5}", text, re.ASCII):
+        text = text.replace(",", "")
+    plain = text.replace("_", "")
+    return int(plain) if re.fullmatch(r"-?\d{1,18}", plain, re.ASCII) else text
 
 
 def _histogram(text: str) -> Any:

@@ -82,6 +82,8 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for name in ("columns", "target"):
             if (value := getattr(self, name)) is None:
                 continue
+            if isinstance(value, str | int) and not isinstance(value, bool):  # one column, by name or number
+                value = (str(value),)
             names = tuple(value) if isinstance(value, tuple | list) else ()
             if not names or not all(isinstance(n, str) for n in names) or len({*names}) < len(names):
                 advice = 'Write it as ("open", "close"), and columns of an array as ("0", "3").'

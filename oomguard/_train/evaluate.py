@@ -28,9 +28,9 @@ from oomguard._rnn.model import Recurrent
 from oomguard._rnn.run import IGNORED
 from oomguard._spec.candidate import Candidate
 from oomguard._spec.spec import Spec
-from oomguard._train.checkpoint import BEST, CHECKPOINTS, Checkpoint, Model, TrainState, build_model, load, load_weights
+from oomguard._train.checkpoint import Checkpoint, Model, TrainState, build_model, load, load_weights
 from oomguard._train.ranks import Ranks
-from oomguard._train.settings import read_settings
+from oomguard._train.settings import BEST, CHECKPOINTS, check_run, read_settings
 
 MOST_ROWS = 4096  # most sequences of an evaluation pass: beyond that no kernel gets faster
 Output = TypeVar("Output")
@@ -139,13 +139,9 @@ def run_prediction(
 
 def find_checkpoint(run: Path) -> Checkpoint:
     """The best checkpoint of a run by validation, or the last if there was no validation."""
+    check_run(run)
     checkpoint = load(run / BEST) or load(run / CHECKPOINTS)
-    if checkpoint is None:
-        raise MisuseError(
-            rule="Predictions need a run that was trained",
-            got=f"there is no checkpoint in {run}",
-            advice="Give the directory that oomguard train has written to, such as runs/lstm-1000.",
-        )
+    assert checkpoint is not None, "load raises if all are damaged"
     return checkpoint
 
 

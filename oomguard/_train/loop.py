@@ -25,11 +25,11 @@ from oomguard._rnn.model import Recurrent
 from oomguard._spec.candidate import Candidate
 from oomguard._step import Outcome, Training, accumulate, no_gradient_left, update
 from oomguard._train import TrainOptions, learning_rate
-from oomguard._train.checkpoint import BEST, CHECKPOINTS, Model, TrainState, save
+from oomguard._train.checkpoint import Model, TrainState, save
 from oomguard._train.evaluate import evaluation_candidate, validate
 from oomguard._train.metrics import Metrics
 from oomguard._train.ranks import Ranks
-from oomguard._train.settings import RunSettings
+from oomguard._train.settings import BEST, CHECKPOINTS, RunSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,8 @@
 """What a run was started with, kept in its directory, so that it goes on without being told again."""
 
 import os
+import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +10,15 @@ import msgspec
 
 from oomguard._core.errors import MisuseError
 from oomguard._core.system import file_errors, write_file
-from oomguard._data.options import DataOptions
+from oomguard._data.open import kind_of
+from oomguard._data.options import DataOptions, check_used
 from oomguard._plan.value import Plan
 from oomguard._train import TrainOptions
-from oomguard._train.checkpoint import CHECKPOINTS, load
 
 NAME = "settings.json"
+CHECKPOINTS, BEST = "checkpoints", "best"  # names in the directory of a run
+CHECKPOINT_RULE = "Checkpoints need a readable and writable directory"
+_CHECKPOINT = re.compile(r"step-(\d{8,})-save-(\d{4,})")
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +29,37 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     train: TrainOptions = TrainOptions()
     options: DataOptions = DataOptions()
     known: bool = False  # whether the options have what is to be known of the data
+
+
+def list_checkpoints(home: Path) -> list[Path]:
+    """Directories with a checkpoint's name, newest first: by serial number, since a step may come back."""
+    with file_errors(CHECKPOINT_RULE, home), suppress(FileNotFoundError):
+        named = {path: _CHECKPOINT.fullmatch(path.name) for path in home.iterdir()}
+        return sorted((path for path, match in named.items() if match), key=serial, reverse=True)
+    return []
+
+
+def serial(path: Path) -> int:
+    """The serial number of a checkpoint."""
+    return int(path.name.rpartition("-")[2])
+
+
+def check_run(run: Path) -> None:
+    """Raise unless the directory is that of a run that was trained."""
+    if not list_checkpoints(run / BEST) and not list_checkpoints(run / CHECKPOINTS):
+        raise MisuseError(
+            rule="Predictions need a run that was trained",
+            got=f"there is no checkpoint in {run}",
+            advice="Give the directory that oomguard train has written to, such as runs/lstm-1000.",
+        )
+
+
+def check_predicted(run: Path, data: str | None) -> None:
+    """Raise unless the directory has a run, and the file of data is one that can be read."""
+    check_run(run)
+    if data is not None:
+        settings = read_settings(run)
+        kind_of(Path(data), DataOptions() if settings is None else settings.options)
 
 
 def read_settings(directory: Path) -> RunSettings | None:
@@ -47,9 +83,13 @@ def write_settings(directory: Path, settings: RunSettings) -> None:
 def _resumed(directory: Path) -> RunSettings | None:
     """The settings of a run; of one without them, how its newest checkpoint says that the data was read."""
     settings = read_settings(directory)
-    checkpoint = load(directory / CHECKPOINTS) if settings is None else None
-    if checkpoint is None:
+    if settings is not None:
         return settings
+    from oomguard._train.checkpoint import load
+
+    checkpoint = load(directory / CHECKPOINTS)
+    if checkpoint is None:
+        return None
     return RunSettings(model=checkpoint.state.model, options=checkpoint.state.data_options, known=True)
 
 
@@ -74,10 +114,20 @@ def settle(plan: Plan, data: Any, model: str | None, given: dict[str, Any]) -> R
             got="neither the plan nor the run names a file",
             advice="Give --data a .npy, .csv, .parquet or .txt file, or in Python an array or a DataFrame.",
         )
-    return msgspec.structs.replace(
+    chosen = msgspec.structs.replace(settings.options, **options)
+    if path is not None:
+        check_used(kind_of(Path(path), chosen), chosen)
+    settings = msgspec.structs.replace(
         settings,
         data=path,
         model=model or settings.model,
         train=msgspec.structs.replace(settings.train, **train | {"run": str(directory)}),
-        options=msgspec.structs.replace(settings.options, **options),
+        options=chosen,
     )
+    if not given.get("resume") and (newest := list_checkpoints(directory / CHECKPOINTS)):
+        raise MisuseError(
+            rule="A new run needs a directory of its own",
+            got=f"{directory} has a run at step {int(newest[0].name.split('-')[1]):,}",
+            advice="Add --resume to continue it, or give another --run.",
+        )
+    return settings

@@ -25,10 +25,10 @@ from oomguard._plan.store import check_device, save_plan
 from oomguard._plan.value import Plan
 from oomguard._step import Training, make_optimizer, prepare
 from oomguard._train import TrainOptions
-from oomguard._train.checkpoint import CHECKPOINTS, Checkpoint, Model, TrainState, build_model, load, name_of, restore
+from oomguard._train.checkpoint import Checkpoint, Model, TrainState, build_model, load, name_of, restore
 from oomguard._train.loop import Result, TrainConfig, Trainer, TrainProgress
 from oomguard._train.ranks import join
-from oomguard._train.settings import settle, write_settings
+from oomguard._train.settings import CHECKPOINTS, settle, write_settings
 
 SHARED_MEMORY = Path("/dev/shm")  # where processes share memory on Linux
 _MAY_CHANGE = {"--workers", "--cache", "--format", "--nan", "--targets", "path", "targets", "predicts"}
@@ -56,12 +56,6 @@ def run_training(
     model = settings.model if model is None else model
     with join(plan.where.device, plan.spec) as ranks:
         checkpoint = load(directory / CHECKPOINTS)
-        if checkpoint is not None and not options.resume:
-            raise MisuseError(
-                rule="A new run needs a directory of its own",
-                got=f"{directory} has a run at step {checkpoint.step:,}",
-                advice="Add --resume to continue it, or give another --run.",
-            )
         ranks.agree([0])  # no process writes a checkpoint before all have looked for one
         opened = open_data(data, plan.spec, data_options, None if checkpoint is None else checkpoint.state.normaliser)
         if checkpoint is None:  # otherwise the data was checked at the start of the run
