@@ -189,9 +189,10 @@ def find_feasible_config(
     Fields of the spec may be given by name, and knobs to fix them. `budget` is bytes or text such as "6GiB", `timeout`
     seconds or text such as "5min". `maximize` and `allow` take the words of `--maximize` and `--allow`. With "batch",
     and without `batch`, the plan has the largest batch that fits in one pass; with "seq", the longest sequences.
-    Several devices, "cuda:0,cuda:1", search together. With `data`, as `train` takes it, the plan is for its sequence
-    lengths; options of data (`id`, `stride`, ...) say how it is cut. With `sampler` "gp", "tpe" or "random" one of
-    Optuna's samplers explores, for comparison. Raises `NothingFitsError` if nothing fits.
+    Several devices, "cuda:0,cuda:1", search together. With `data`, as `train` takes it, features, outputs, vocabulary,
+    head, loss and lengths are those of the data, and the plan keeps how it is read (`id`, `target`, `stride`, ...).
+    With `sampler` "gp", "tpe" or "random" one of Optuna's samplers explores, for comparison. Raises `NothingFitsError`
+    if nothing fits.
 
     A `Task`, or its name "package.module:task", is traced and then probed at most 3 times (after `timeout` twice) with
     its worst batch: of `steps` time steps, or of the longest samples of its data. The batch, that of its loader unless
@@ -433,6 +434,14 @@ def resume(
     """Go on with a run from its newest checkpoint, with its own plan, data and options.
 
     `options` change those of the run, such as `epochs`. Data that was in memory has to be given again.
+
+    >>> import numpy as np, tempfile, warnings
+    >>> plan = find_feasible_config(cell="gru", seq=8, features=2, hidden=8, batch=4, threads=1, max_probes=1)
+    >>> numbers = np.random.default_rng(0).normal(size=(40, 8, 3)).astype(np.float32)
+    >>> with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings(action="ignore"):
+    ...     result = train(plan, numbers, steps=2, run=directory)
+    ...     resume(directory, numbers, steps=5).steps
+    5
     """
     plan = os.path.join(run, "plan.json")
     return train(plan, data, model, progress=progress, **options | {"run": os.fspath(run), "resume": True})

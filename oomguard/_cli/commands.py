@@ -167,6 +167,7 @@ def _plan(*, device: str = "cpu", output: str = "plan.json", json: bool = False,
 
     - oomguard plan --model lstm --seq 10000
     - oomguard plan --preset char-lm --device a100-80gb --maximize throughput,seq
+    - oomguard plan --model lstm --data sales.csv --id shop --target sales
     - oomguard plan --model spec.toml --data sales.csv --id shop --ledger runs
     - oomguard plan --model package.module:task --budget 6GiB
 
@@ -216,6 +217,7 @@ def _train(*, plan: str, json: bool = False, **values: Any) -> Answer:
 
     [bold]Examples[/bold]
 
+    - oomguard train plan.json
     - oomguard train plan.json --data prices.csv --target close --epochs 20
     - oomguard train plan.json --data book.txt --steps 9000 --run book
     - oomguard train plan.json --data book.txt --steps 9000 --run book --resume
@@ -250,6 +252,7 @@ def _resume(*, run: str, **values: Any) -> Answer:
 
     - oomguard resume runs/lstm-1000
     - oomguard resume runs/lstm-1000 --epochs 40
+    - oomguard resume runs/lstm-1000 --data moved/prices.csv
 
     Exit codes: 0 done, 1 out of memory on the last fallback (with a checkpoint), 2 wrong usage.
     """
@@ -261,8 +264,8 @@ def _resume(*, run: str, **values: Any) -> Answer:
 def _predict(*, run: str, **values: Any) -> Answer:
     """Predict every sequence of some data with the model of a run: the best by validation, otherwise the last.
 
-    The data must have the form of the training data. It is read with the options of the training, unless flags change
-    them.
+    The data (default: that of the training) must have the form of the training data. It is read with the options of
+    the training, unless flags change them.
 
     [bold]Examples[/bold]
 
@@ -277,7 +280,7 @@ def _predict(*, run: str, **values: Any) -> Answer:
     written = [flag for flag in flags.PREDICTED if flag is not flags.FORCE]
     options = {"output": usual} | parsing.read_options(values, [*flags.READ[1:], *written])
     parsing.check_output(options["output"], values, usual)
-    check_predicted(Path(run), values.get("data"))
+    check_predicted(Path(run), values.get("data"), options["output"], options)
     return Answer(f"{predict(run, values.get('data'), **options)}\n")
 
 

@@ -124,15 +124,15 @@ SEARCH = [
     Flag("storage", "URL", "Optuna storage, for several machines that search together."),
 ]
 DATA = [
-    Flag("data", "FILE", "Training data: .npy, .csv, .parquet or text."),
+    Flag("data", "FILE", "Data: .npy, .csv, .parquet or text (default: that of the plan or the run)."),
     *flags_of(DataOptions, ["limit", "inputs_only", "categories"]),
 ]
 CUT = [
-    Flag("data", "FILE", "Training data; the plan is for its sequence lengths."),
+    Flag("data", "FILE", "Training data: features, outputs, loss and lengths are inferred, and the plan keeps it."),
     *(flag for flag in DATA[1:] if flag.name in CUTTING),
 ]
 """Data options that decide which sequences there are."""
-READ = [Flag("data", "FILE", "Data in the form of the training data."), *DATA[1:]]
+READ = [Flag("data", "FILE", "Data in the form of the training data (default: that)."), *DATA[1:]]
 TRAINED = [*flags_of(TrainOptions), Flag("model", "NAME", "Function that builds the model: package.module:function.")]
 RESUMED = [flag for flag in TRAINED if flag.name not in ("run", "resume")]
 PREDICTED = [

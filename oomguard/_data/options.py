@@ -46,8 +46,8 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Steps from the start of a window to that of the next; None: one long series is cut into windows that do not
     overlap, and each of many series is one sequence."""
     nan: Nan = "error"
-    """Handling of NaN and infinite numbers: an error, its sequence is dropped, sequences are cut around its row, or it
-    is read as 0 (not in tokens and classes, where 0 has a meaning)."""
+    """Handling of NaN and infinite numbers: an error, its sequence is dropped, sequences are cut around its row, or 0.
+    Tokens and classes are never 0 instead."""
     fill: Fill | None = None
     """Fill missing inputs with the last value before, the mean of the training part, or 0; None: `nan` decides.
     Sequences are cut around a row whose target is missing."""

@@ -30,7 +30,7 @@ from oomguard._spec.candidate import Candidate
 from oomguard._spec.spec import Spec
 from oomguard._train.checkpoint import Checkpoint, Model, TrainState, build_model, load, load_weights
 from oomguard._train.ranks import Ranks
-from oomguard._train.settings import BEST, CHECKPOINTS, check_run, read_settings
+from oomguard._train.settings import BEST, CHECKPOINTS, check_predicted, check_run, read_settings
 
 MOST_ROWS = 4096  # most sequences of an evaluation pass: beyond that no kernel gets faster
 Output = TypeVar("Output")
@@ -104,9 +104,7 @@ def run_prediction(
     model: Model = None,
 ) -> Array | Path:
     """All predictions as an array or in the file `output`. `options` are data options other than the training's."""
-    if output is not None and Path(output).suffix.lower() not in (".npy", ".csv"):
-        advice = "Give --output predictions.npy."
-        raise MisuseError(rule="Predictions are written as .npy or .csv", got=f"got {output!r}", advice=advice)
+    check_predicted(Path(run), data, output, options)
     checkpoint = find_checkpoint(Path(run))
     plan, spec, state = load_spec_plan(Path(run) / "plan.json"), checkpoint.spec, checkpoint.state
     if probabilities and spec.loss != "cross-entropy":

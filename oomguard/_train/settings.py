@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -54,12 +55,15 @@ def check_run(run: Path) -> None:
         )
 
 
-def check_predicted(run: Path, data: str | None) -> None:
-    """Raise unless the directory has a run, and the file of data is one that can be read."""
+def check_predicted(run: Path, data: Any, output: str | None, given: Mapping[str, Any]) -> None:
+    """Raise unless the directory has a run, data in a file is of a known kind, and predictions can be written."""
+    if output is not None and Path(output).suffix.lower() not in (".npy", ".csv"):
+        advice = "Give --output predictions.npy."
+        raise MisuseError(rule="Predictions are written as .npy or .csv", got=f"got {output!r}", advice=advice)
     check_run(run)
-    if data is not None:
-        settings = read_settings(run)
-        kind_of(Path(data), DataOptions() if settings is None else settings.options)
+    settings = read_settings(run)
+    if settings is not None and isinstance(data, str | Path):
+        kind_of(Path(data), DataOptions(format=given.get("format", settings.options.format)))
 
 
 def read_settings(directory: Path) -> RunSettings | None:

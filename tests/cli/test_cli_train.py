@@ -51,6 +51,27 @@ def test_as_json_it_is_one_document(here: Path, capsys: pytest.CaptureFixture[st
     assert (document["run"], document["steps"], document["ended"], document["rung"]) == ("runs/gru-6", 3, "done", 0)
 
 
+def test_predictions_replace_a_file_only_by_force(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "plan.json", "--data", "data.npy", "--run", "r", "--steps", "1"]) == 0
+    (here / "p.npy").write_text("mine")
+    assert run(["predict", "r", "--output", "p.npy"]) == 2
+    assert "--output must be a new file, but p.npy exists. Add --force" in capsys.readouterr().err
+    assert (here / "p.npy").read_text() == "mine"
+    assert run(["predict", "r", "--output", "p.npy", "--force"]) == 0
+    assert np.load(here / "p.npy").shape == (40, 6, 1)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["train plan.json --data nowhere.npy", "train plan.json --lr x", "predict nowhere", "predict r --data nowhere.npy"],
+)
+def test_misuse_is_told_without_importing_torch(here: Path, words: str) -> None:
+    call = f"import sys; from oomguard._cli.app import run; code = run({words.split()!r})"
+    check = "assert 'torch' not in sys.modules; sys.exit(code)"
+    done = subprocess.run([sys.executable, "-c", f"{call}; {check}"], cwd=here, capture_output=True, check=False)
+    assert done.returncode == 2, done.stderr
+
+
 def test_a_run_is_taken_up_and_used(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words in ("--steps 2", "--steps 4 --resume"):
         assert run(f"train plan.json --data data.npy --run r {words}".split()) == 0
