@@ -100,38 +100,41 @@ def _resumed(directory: Path) -> RunSettings | None:
 def settle(plan: Plan, data: Any, model: str | None, given: dict[str, Any]) -> RunSettings:
     """The settings of a training: what is given, then those of the run that is resumed, then those of the plan."""
     directory = Path(given.get("run") or f"runs/{plan.spec.cell}-{plan.spec.steps}")
-    settings = _resumed(directory) if given.get("resume") else None
-    if settings is None:
-        read = plan.data
-        settings = RunSettings() if read is None else RunSettings(data=read.path, options=read.options, known=True)
-    elif {"epochs", "steps"} & given.keys():  # either of the two says how long to train
-        settings = msgspec.structs.replace(
-            settings, train=msgspec.structs.replace(settings.train, epochs=None, steps=None)
-        )
+    before = _before(plan, directory, given)
     train = {name: value for name, value in given.items() if name in TrainOptions.__struct_fields__}
     options = {name: value for name, value in given.items() if name in DataOptions.__struct_fields__}
     in_file = isinstance(data, str | os.PathLike)
-    path = settings.data if data is None else os.fspath(data) if in_file else None
-    if path is None and data is None:
+    settings = msgspec.structs.replace(
+        before,
+        data=before.data if data is None else os.fspath(data) if in_file else None,
+        model=model or before.model,
+        train=msgspec.structs.replace(before.train, **train | {"run": str(directory)}),
+        options=msgspec.structs.replace(before.options, **options),
+    )
+    if settings.data is not None:
+        check_used(kind_of(Path(settings.data), settings.options), settings.options)
+    elif data is None:
         raise MisuseError(
             rule="Training needs data",
             got="neither the plan nor the run names a file",
             advice="Give --data a .npy, .csv, .parquet or .txt file, or in Python an array or a DataFrame.",
         )
-    chosen = msgspec.structs.replace(settings.options, **options)
-    if path is not None:
-        check_used(kind_of(Path(path), chosen), chosen)
-    settings = msgspec.structs.replace(
-        settings,
-        data=path,
-        model=model or settings.model,
-        train=msgspec.structs.replace(settings.train, **train | {"run": str(directory)}),
-        options=chosen,
-    )
     if not given.get("resume") and (newest := list_checkpoints(directory / CHECKPOINTS)):
         raise MisuseError(
             rule="A new run needs a directory of its own",
             got=f"{directory} has a run at step {int(newest[0].name.split('-')[1]):,}",
             advice="Add --resume to continue it, or give another --run.",
         )
+    return settings
+
+
+def _before(plan: Plan, directory: Path, given: dict[str, Any]) -> RunSettings:
+    """The settings of the run that is resumed, or those of the plan."""
+    settings = _resumed(directory) if given.get("resume") else None
+    if settings is None:
+        read = plan.data
+        return RunSettings() if read is None else RunSettings(data=read.path, options=read.options, known=True)
+    if {"epochs", "steps"} & given.keys():  # either of the two says how long to train
+        train = msgspec.structs.replace(settings.train, epochs=None, steps=None)
+        return msgspec.structs.replace(settings, train=train)
     return settings
