@@ -34,7 +34,7 @@ def test_data_from_python_gives_a_spec_its_lengths(data: Any) -> None:
 
 def test_options_that_decide_on_the_sequences_are_flags_of_a_plan() -> None:
     assert {*CUTTING} <= {*DataOptions.__struct_fields__}
-    assert {flag.name for flag in CUT[1:]} == {*CUTTING} - {"limit"}
+    assert {flag.name for flag in CUT[1:]} == {*CUTTING} - {"limit", "categories"}
 
 
 def test_close_lengths_are_counted_together() -> None:
