@@ -56,6 +56,8 @@ def spec_from_data(fields: dict[str, Any], data: Any, options: DataOptions) -> t
 
 def complete(data: Any, options: DataOptions) -> DataOptions:
     """The options with the columns of a table that has dates or text; the same for all other data."""
+    if is_frame(data):
+        data = write_frame(data)
     kind = kind_of(Path(data), options) if isinstance(data, str | Path) else None
     if kind not in ("csv", "parquet") or options.categories:
         return options

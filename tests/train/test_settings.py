@@ -130,3 +130,5 @@ def test_a_table_is_completed_for_a_plan_without_data(here: Path) -> None:
     plan = plan_of(seq=12, features=3)
     oomguard.train(plan, "sales.csv", id="shop", target=["sales"], steps=1, run="r")
     assert oomguard.predict("r").shape == (4, 12, 1)
+    oomguard.train(plan, frame(), id="shop", target=["sales"], steps=1, run="f")
+    assert oomguard.predict("f", frame()).shape == (4, 12, 1)
