@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         load_weights,
         predict,
         probe,
+        resume,
         sampler,
         tradeoffs,
         train,
@@ -72,6 +73,7 @@ __all__ = [
     "piecewise_loss",
     "predict",
     "probe",
+    "resume",
     "sampler",
     "save_page",
     "save_plan",
@@ -85,7 +87,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "_api": "curves estimate find_feasible_config guard load_weights predict probe sampler tradeoffs train",
+    "_api": "curves estimate find_feasible_config guard load_weights predict probe resume sampler tradeoffs train",
     "_core.errors": "GuardError MisuseError OomguardError",
     "_estimate.breakdown": "Estimate",
     "_guard.stepper": "stepper",

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     Model = TypeVar("Model", bound=nn.Module)
 
+    from oomguard._data.options import PlanData
     from oomguard._guard import Guard
     from oomguard._plan.find import Question
     from oomguard._plan.task_value import TaskPlan
@@ -191,9 +192,10 @@ def find_feasible_config(
     Fields of the spec may be given by name, and knobs to fix them. `budget` is bytes or text such as "6GiB", `timeout`
     seconds or text such as "5min". `maximize` and `allow` take the words of `--maximize` and `--allow`. With "batch",
     and without `batch`, the plan has the largest batch that fits in one pass; with "seq", the longest sequences.
-    Several devices, "cuda:0,cuda:1", search together. With `data`, as `train` takes it, the plan is for its sequence
-    lengths; options of data (`id`, `stride`, ...) say how it is cut. With `sampler` "gp", "tpe" or "random" one of
-    Optuna's samplers explores, for comparison. Raises `NothingFitsError` if nothing fits.
+    Several devices, "cuda:0,cuda:1", search together. With `data`, as `train` takes it, features, outputs, vocabulary,
+    head, loss and lengths are those of the data, and the plan keeps how it is read (`id`, `target`, `stride`, ...).
+    With `sampler` "gp", "tpe" or "random" one of Optuna's samplers explores, for comparison. Raises `NothingFitsError`
+    if nothing fits.
 
     A `Task`, or its name "package.module:task", is traced and then probed at most 3 times (after `timeout` twice) with
     its worst batch: of `steps` time steps, or of the longest samples of its data. The batch, that of its loader unless
@@ -219,8 +221,11 @@ def find_feasible_config(
         fields["steps"] = steps
     limits = Limits(max_probes=max_probes, seconds=parse_seconds(timeout, "timeout"))
     more = {"limits": limits, "sampler": sampler, "ledger": ledger, "storage": storage}
-    question = _question(spec, data, fields, budget, device, maximize, allow, **more)
-    return find_plan(question, progress)
+    read = None
+    if data is not None:
+        (fields, read), spec = _with_data(spec, data, fields), None
+    plan = find_plan(_question(spec, fields, budget, device, maximize, allow, **more), progress)
+    return plan if read is None else msgspec.structs.replace(plan, data=read)
 
 
 def _plan_task(
@@ -272,12 +277,11 @@ def sampler(
     """
     from oomguard._plan.find import make_sampler
 
-    return make_sampler(_question(spec, None, fields, budget, device, maximize, allow))
+    return make_sampler(_question(spec, fields, budget, device, maximize, allow))
 
 
 def _question(
     spec: Spec | None,
-    data: Any,
     fields: dict[str, Any],
     budget: int | str | None,
     device: str,
@@ -291,10 +295,10 @@ def _question(
     own, knobs = _split(fields)
     aims = tuple("microbatch" if word == "batch" else word for word in _words("maximize", maximize))
     open_batch = spec is None and "batch" not in own and aims == ("microbatch",) and "microbatch" not in knobs
-    if spec is None and data is None and aims[:1] == ("seq",):
+    if spec is None and aims[:1] == ("seq",):
         own = {"seq": 1} | own
     return Question(
-        spec=read_spec(spec, own) if data is None else _spec_for(spec, data, own),
+        spec=read_spec(spec, own),
         devices=_words("device", device),
         budget_bytes=read_budget(budget),
         maximize=aims,
@@ -411,20 +415,24 @@ def train(plan: "TaskPlan | None", data: str, model: None = None, **options: Any
 
 @overload
 def train(
-    plan: "Plan | str | os.PathLike[str]", data: Any, model: Callable[..., Any] | str | None = None, **options: Any
+    plan: "Plan | str | os.PathLike[str]",
+    data: Any = None,
+    model: Callable[..., Any] | str | None = None,
+    **options: Any,
 ) -> "Result": ...
 
 
 def train(
     plan: "Plan | TaskPlan | str | os.PathLike[str] | None",
-    data: Any,
+    data: Any = None,
     model: Callable[..., Any] | str | None = None,
     *,
     progress: "Callable[[TrainProgress], None] | None" = None,
     **options: Any,
 ) -> "TaskResult":
-    """Train a plan, or the plan in a file, on data: a path, an array, a Dataset, or pairs (inputs, targets).
+    """Train a plan, or the plan in a file, on data: a path, an array, a DataFrame, a Dataset, or pairs.
 
+    Without data, it is that of the plan or of the run that is resumed, read in the same way; options change that.
     Options are the fields of `TrainOptions` (`epochs`, `steps`, `lr`, `run`, `resume`, ...) and of `DataOptions`
     (`target`, `validation`, `seed`, ...). Raises `GuardError` if memory runs out on the last fallback.
 
@@ -454,11 +462,7 @@ def train(
         if model is not None:
             raise conflict("A task has its own model", "a task", "model")
         return run_task_training(loaded, data, options, progress)
-    kinds: tuple[Any, ...] = (TrainOptions, DataOptions)
-    check_names("option", options, [field for kind in kinds for field in kind.__struct_fields__])
-    train_options, data_options = (
-        kind(**{name: value for name, value in options.items() if name in kind.__struct_fields__}) for kind in kinds
-    )
+    check_names("option", options, [*TrainOptions.__struct_fields__, *DataOptions.__struct_fields__])
     if isinstance(data, Task):
         rule, advice = "A task is trained with the plan of a task", "Make one: oomguard.find_feasible_config(task)."
         raise MisuseError(rule=rule, got="this plan is for a spec", advice=advice)
@@ -468,12 +472,36 @@ def train(
             got=f"got {shown(loaded)}",
             advice="Give what find_feasible_config or load_plan returns, or the path of plan.json.",
         )
-    return run_training(loaded, data, train_options, data_options, model, progress)
+    return run_training(loaded, data, options, model, progress)
+
+
+def resume(
+    run: str | os.PathLike[str],
+    data: Any = None,
+    model: Callable[..., Any] | str | None = None,
+    *,
+    progress: "Callable[[TrainProgress], None] | None" = None,
+    **options: Any,
+) -> "Result":
+    """Go on with a run from its newest checkpoint, with its own plan, data and options.
+
+    `options` change those of the run, such as `epochs`. Data that was in memory has to be given again.
+
+    >>> import numpy as np, tempfile, warnings
+    >>> plan = find_feasible_config(cell="gru", seq=8, features=2, hidden=8, batch=4, threads=1, max_probes=1)
+    >>> numbers = np.random.default_rng(0).normal(size=(40, 8, 3)).astype(np.float32)
+    >>> with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings(action="ignore"):
+    ...     result = train(plan, numbers, steps=2, run=directory)
+    ...     resume(directory, numbers, steps=5).steps
+    5
+    """
+    plan = os.path.join(run, "plan.json")
+    return train(plan, data, model, progress=progress, **options | {"run": os.fspath(run), "resume": True})
 
 
 def predict(
     run: str | os.PathLike[str],
-    data: Any,
+    data: Any = None,
     *,
     output: str | None = None,
     probabilities: bool = False,
@@ -483,11 +511,11 @@ def predict(
 ) -> Any:
     """Predict every sequence of some data with the model of a run: the best by validation, otherwise the last.
 
-    The data must have the form of the training data. It is read with the options of the training, unless `options`
-    (fields of `DataOptions`) change them. Numbers are in the units of the targets; for classes the result is the
-    likeliest, or the `probabilities` of all. With `output` (.npy or .csv) predictions are streamed to that file and its
-    path is returned; otherwise they are an array, padded with NaN or -100. A model of your own is found by the name of
-    its function, unless `model` gives it again.
+    The data (default: that of the training) must have the form of the training data. It is read with the options of the
+    training, unless `options` (fields of `DataOptions`) change them. Numbers are in the units of the targets; for
+    classes the result is the likeliest, or the `probabilities` of all. With `output` (.npy or .csv) predictions are
+    streamed to that file and its path is returned; otherwise they are an array, padded with NaN or -100. A CSV has the
+    names of columns and classes. A model of your own is found by the name of its function, unless `model` gives it.
 
     >>> import numpy as np, tempfile, warnings
     >>> plan = find_feasible_config(cell="gru", seq=8, features=2, hidden=8, batch=4, threads=1, max_probes=1)
@@ -556,14 +584,19 @@ def _budget_bytes(budget: int | str | None, budget_bytes: int | None) -> int | N
     return read_budget(budget) if budget_bytes is None else budget_bytes
 
 
-def _spec_for(spec: Spec | None, data: Any, fields: dict[str, Any]) -> Spec:
-    """The given spec, or the spec of the fields, with the sequence lengths of the data."""
-    from oomguard._data.open import spec_from_data
+def _with_data(spec: Spec | None, data: Any, fields: dict[str, Any]) -> tuple[dict[str, Any], "PlanData"]:
+    """The fields of the spec with what the data says, and the knobs; and how the data is read."""
+    from oomguard._data.infer import spec_from_data
     from oomguard._data.options import CUTTING, DataOptions
 
     options = DataOptions(**{name: value for name, value in fields.items() if name in CUTTING})
-    own = {name: value for name, value in fields.items() if name not in CUTTING}
-    return spec_from_data(own if spec is None else msgspec.structs.asdict(read_spec(spec, own)), data, options)
+    own, knobs = _split({name: value for name, value in fields.items() if name not in CUTTING})
+    given = own if spec is None else msgspec.structs.asdict(read_spec(spec, own))
+    found, read = spec_from_data(given, data, options)
+    fields = msgspec.structs.asdict(found)
+    if "batch" not in given:
+        del fields["batch"]
+    return fields | knobs, read
 
 
 def _words(name: str, text: str | Sequence[str]) -> tuple[str, ...]:

@@ -92,6 +92,7 @@ def test_every_command_has_its_flags_and_arguments() -> None:
 STARTS = {
     "train": "train {unlimited} --data {data} --run {home}/refused",
     "predict": "predict {run} --data {data}",
+    "resume": "resume {run} --data {data}",
     "show": "show {plan}",
 }
 

@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import typer
 
 from oomguard._cli import flags, parsing
@@ -166,6 +167,7 @@ def _plan(*, device: str = "cpu", output: str = "plan.json", json: bool = False,
 
     - oomguard plan --model lstm --seq 10000
     - oomguard plan --preset char-lm --device a100-80gb --maximize throughput,seq
+    - oomguard plan --model lstm --data sales.csv --id shop --target sales
     - oomguard plan --model spec.toml --data sales.csv --id shop --ledger runs
     - oomguard plan --model package.module:task --budget 6GiB
 
@@ -180,10 +182,10 @@ def _plan(*, device: str = "cpu", output: str = "plan.json", json: bool = False,
     from oomguard._report.tables import show_sections
     from oomguard._report.task import show_task_result
 
+    parsing.check_output(output, values)
     name, knobs = parsing.read_task(values, ("batch",))
-    spec, fixed = parsing.read_planned(values) if name is None else (name, knobs)
+    spec, fixed, data = parsing.read_planned(values) if name is None else (name, knobs, None)
     options = parsing.read_options(values, [flags.BUDGET, *flags.SEARCH])
-    parsing.check_output(output)
     plan: Plan | TaskPlan
     try:
         if name is not None:
@@ -195,6 +197,8 @@ def _plan(*, device: str = "cpu", output: str = "plan.json", json: bool = False,
         shortfall = error.shortfall
         text = partial(show_sections, explain_shortfall(shortfall, spec, device), first_style="bold red")
         return _answer(json, lambda: shortfall_json(shortfall), text, DOES_NOT_FIT)
+    if data is not None:
+        plan = msgspec.structs.replace(plan, data=data)
     try:
         path, code = save_plan(plan, output), FITS
     except MisuseError as error:  # the plan is shown even if it cannot be saved
@@ -218,6 +222,7 @@ def _train(*, plan: str | None = None, json: bool = False, **values: Any) -> Ans
 
     [bold]Examples[/bold]
 
+    - oomguard train plan.json
     - oomguard train plan.json --data prices.csv --target close --epochs 20
     - oomguard train plan.json --data book.txt --steps 9000 --run book
     - oomguard train plan.json --data book.txt --steps 9000 --run book --resume
@@ -227,7 +232,9 @@ def _train(*, plan: str | None = None, json: bool = False, **values: Any) -> Ans
     Exit codes: 0 done, 1 out of memory on the last fallback (with a checkpoint), 2 wrong usage.
     """
     from oomguard._plan.store import load_plan
+    from oomguard._plan.value import Plan
     from oomguard._report.progress import follow, result_json, show_training
+    from oomguard._train.settings import settle
 
     loaded = None if plan is None else load_plan(plan)
     data, options = parsing.read_training(values, loaded)
@@ -238,6 +245,8 @@ def _train(*, plan: str | None = None, json: bool = False, **values: Any) -> Ans
         if not json:
             say(str(loaded))
         _restart_with(loaded.exports, path)
+    elif isinstance(loaded, Plan):
+        settle(loaded, data, values.get("model"), options)  # misuse is told before torch is imported
     _restart_with(loaded.exports)
     from oomguard._api import train
 
@@ -250,12 +259,28 @@ def _train(*, plan: str | None = None, json: bool = False, **values: Any) -> Ans
     return _answer(json, lambda: result_json(result), partial(show_training, result), code)
 
 
+@_command("resume", RUN, Data=flags.DATA, Training=flags.RESUMED, Output=[JSON])
+def _resume(*, run: str, **values: Any) -> Answer:
+    """Go on with a training run, with its own plan, data and options.
+
+    [bold]Examples[/bold]
+
+    - oomguard resume runs/lstm-1000
+    - oomguard resume runs/lstm-1000 --epochs 40
+    - oomguard resume runs/lstm-1000 --data moved/prices.csv
+
+    Exit codes: 0 done, 1 out of memory on the last fallback (with a checkpoint), 2 wrong usage.
+    """
+    answer: Answer = _train(plan=os.path.join(run, "plan.json"), **values | {"run": run, "resume": True})
+    return answer
+
+
 @_command("predict", RUN, Data=flags.READ, Output=flags.PREDICTED)
 def _predict(*, run: str, **values: Any) -> Answer:
     """Predict every sequence of some data with the model of a run: the best by validation, otherwise the last.
 
-    The data must have the form of the training data. It is read with the options of the training, unless flags change
-    them.
+    The data (default: that of the training) must have the form of the training data. It is read with the options of
+    the training, unless flags change them.
 
     [bold]Examples[/bold]
 
@@ -264,12 +289,14 @@ def _predict(*, run: str, **values: Any) -> Answer:
     - oomguard predict book --data more.txt --device cpu --output next.npy
     """
     from oomguard._api import predict
+    from oomguard._train.settings import check_predicted
 
-    data = parsing.read_path(values, "oomguard predict")
     usual = "predictions.npy"
-    options = {"output": usual} | parsing.read_options(values, [*flags.READ[1:], *flags.PREDICTED])
-    parsing.check_output(options["output"], usual)
-    return Answer(f"{predict(run, data, **options)}\n")
+    written = [flag for flag in flags.PREDICTED if flag is not flags.FORCE]
+    options = {"output": usual} | parsing.read_options(values, [*flags.READ[1:], *written])
+    parsing.check_output(options["output"], values, usual)
+    check_predicted(Path(run), values.get("data"), options["output"], options)
+    return Answer(f"{predict(run, values.get('data'), **options)}\n")
 
 
 @_command("tradeoffs", Spec=SPEC, **_FIXED, Where=flags.WHERE, Table=flags.TABLE, Output=flags.TABLE_OUTPUT)
@@ -298,7 +325,7 @@ def _tradeoffs(*, output: str | None = None, json: bool = False, **values: Any) 
     budget_bytes = read_budget(values.get("budget"))
     curve = check_written(output, values.get("curve"))
     if output is not None:
-        parsing.check_output(output, f"tradeoffs{Path(output).suffix}")
+        parsing.check_output(output, values, f"tradeoffs{Path(output).suffix}")
     subject = find_subject(**arguments, budget=budget_bytes)
     table = make_table(subject)
     code = FITS if table["fits"].any() else DOES_NOT_FIT
@@ -318,7 +345,7 @@ def _task_tradeoffs(
             raise conflict("The table of a task is traced", f"--model {name}", f"--{other}")
     check_task_output(output)
     if output is not None:
-        parsing.check_output(output, "tradeoffs.csv")
+        parsing.check_output(output, values, "tradeoffs.csv")
     where = {key: values[key] for key in ("device", "budget") if key in values}
     table = tradeoffs(name, over=parsing.read_varied(values), **where, **knobs)
     path = None if output is None else save_task_table(table, output)
@@ -326,7 +353,7 @@ def _task_tradeoffs(
     return _answer(json, lambda: task_table_json(table), partial(show_task_table, table, path), code)
 
 
-@_command("show", PLAN, Output=[flags.SEQUENCES, flags.HTML, JSON])
+@_command("show", PLAN, Output=[flags.SEQUENCES, flags.HTML, flags.FORCE, JSON])
 def _show(*, plan: str, html: str | None = None, json: bool = False, **values: Any) -> Answer:
     """Explain a plan: the choice and its reasons, the evidence, what to expect, and the fallbacks.
 
@@ -355,6 +382,7 @@ def _show(*, plan: str, html: str | None = None, json: bool = False, **values: A
 
         if os.path.exists(html) and os.path.samefile(html, plan):
             raise wrong("html", "another file than the plan", html, "Write it as --html report.html.")
+        parsing.check_output(html, values, "report.html", "html")
         path = save_page(loaded, html, sequences)
         return Answer(plan_json(loaded) if json else f"{path}\n")
     return _answer(json, lambda: plan_json(loaded), lambda console: show_sections(explain(loaded, sequences), console))

@@ -46,7 +46,15 @@ class Flag(NamedTuple):
 
 _METAVARS: dict[type | str, str] = {
     **{int: "N", float: "P", bool: "", dict: "HISTOGRAM", tuple: "COLUMNS", str: "TEXT"},
-    **{"frozen": "PARTS", "id": "COLUMN", "targets": "FILE", "cache": "DIR", "run": "DIR", "save_every": "WHEN"},
+    **{
+        "frozen": "PARTS",
+        "id": "COLUMN",
+        "time": "COLUMN",
+        "targets": "FILE",
+        "cache": "DIR",
+        "run": "DIR",
+        "save_every": "WHEN",
+    },
 }
 """Metavars by type, and by name for fields whose type does not show what they hold."""
 _HELP = {
@@ -87,6 +95,7 @@ PROBED = [flag for flag in CANDIDATE if KNOBS[flag.name].role.group != "loading"
 FIXED = flags_of(Candidate, [name for name, knob in KNOBS.items() if not knob.searched], fixes=True)
 """Knobs that the user can fix before a search."""
 JSON = Flag("json", "", "Print one JSON document.", bool)
+FORCE = Flag("force", "", "Replace the output file if there is one.", bool)
 BUDGET = Flag("budget", "SIZE", "Memory that may be used, such as 6GiB (default: what is free).")
 WHERE = [Flag("device", "NAME", "cpu, cuda, cuda:1, or a card such as a100-80gb (default: cpu)."), BUDGET]
 HERE = [Flag("device", "NAME", "cpu, cuda or cuda:1 (default: cpu)."), BUDGET]
@@ -116,23 +125,25 @@ SEARCH = [
     Flag("storage", "URL", "Optuna storage, for several machines that search together."),
 ]
 DATA = [
-    Flag("data", "FILE", "Training data: .npy, .csv, .parquet or text."),
-    *flags_of(DataOptions, ["limit", "inputs_only"]),
+    Flag("data", "FILE", "Data: .npy, .csv, .parquet or text (default: that of the plan or the run)."),
+    *flags_of(DataOptions, ["limit", "inputs_only", "categories"]),
 ]
 CUT = [
-    Flag("data", "FILE", "Training data; the plan is for its sequence lengths."),
+    Flag("data", "FILE", "Training data: features, outputs, loss and lengths are inferred, and the plan keeps it."),
     *(flag for flag in DATA[1:] if flag.name in CUTTING),
 ]
 """Data options that decide which sequences there are."""
-READ = [Flag("data", "FILE", "Data in the form of the training data."), *DATA[1:]]
+READ = [Flag("data", "FILE", "Data in the form of the training data (default: that)."), *DATA[1:]]
 TRAINED = [
     *flags_of(TrainOptions),
     Flag("model", "NAME", "A task of your own, package.module:task, or a function that builds the model of a spec."),
 ]
 TASK_PLANNED = [*HERE, *(flag for flag in SPEC_FIELDS if flag.name in ("seq", "batch"))]
 """What a task that has no plan is planned for before its training."""
+RESUMED = [flag for flag in TRAINED if flag.name not in ("run", "resume")]
 PREDICTED = [
     Flag("output", "FILE", "File for the predictions, .npy or .csv (default: predictions.npy)."),
+    FORCE,
     Flag("probabilities", "", "Write the probabilities of all classes, not the likeliest class.", bool),
     Flag("device", "NAME", "cpu, cuda or cuda:1 (default: as the plan)."),
 ]
@@ -147,9 +158,10 @@ CURVES = ("front", "region", "segments", "microbatch", "terms", "timeline")
 TABLE_OUTPUT = [
     Flag("output", "FILE", "Write the table (.csv, .parquet), one chart (.png) or all charts (.html)."),
     Flag("curve", "NAME", "Chart for a .png (default: the one that fits --over).", choices=CURVES),
+    FORCE,
     JSON,
 ]
-PLANNED = [Flag("output", "FILE", "File for the plan (default: plan.json)."), JSON]
+PLANNED = [Flag("output", "FILE", "File for the plan (default: plan.json)."), FORCE, JSON]
 SEQUENCES = Flag("sequences", "N", "Sequences per epoch (default: those of the plan's histogram of lengths).", int)
 HTML = Flag("html", "FILE", "Write a report page with charts, in one file.")
 TIMEOUT = Flag("timeout", "SECONDS", "Time limit, such as 90s or 5min (default: 10min).")

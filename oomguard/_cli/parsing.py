@@ -6,7 +6,6 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ from oomguard._cli.flags import (
     Flag,
 )
 from oomguard._core.errors import MisuseError, conflict, flag, shown
-from oomguard._data.options import DataOptions
+from oomguard._data.options import DataOptions, PlanData
 from oomguard._spec.candidate import Candidate, make_candidate
 from oomguard._spec.read import load_fields, make_spec, preset_fields, with_batch
 from oomguard._spec.spec import Spec
@@ -61,7 +60,7 @@ def read_task(values: dict[str, Any], also: tuple[str, ...] = ()) -> tuple[str |
     return name, knobs | steps | shared
 
 
-def read_training(values: dict[str, Any], plan: "Plan | TaskPlan | None") -> tuple[str, dict[str, Any]]:
+def read_training(values: dict[str, Any], plan: "Plan | TaskPlan | None") -> tuple[Any, dict[str, Any]]:
     """The data, or the name of the task, that a plan is trained with, and the options of the training."""
     from oomguard._plan.value import Plan
 
@@ -70,7 +69,7 @@ def read_training(values: dict[str, Any], plan: "Plan | TaskPlan | None") -> tup
         for option in TASK_PLANNED:
             if option.name in values:
                 raise conflict("The plan of a spec has its own " + option.name, "a plan", option.word)
-        return read_path(values, "oomguard train"), options
+        return values.get("data"), options
     name = options.pop("model", None)
     if name is None or not NAME.fullmatch(name):
         rule = (
@@ -84,13 +83,17 @@ def read_training(values: dict[str, Any], plan: "Plan | TaskPlan | None") -> tup
     return name, options
 
 
-def read_planned(values: dict[str, Any]) -> tuple[Spec, dict[str, Any]]:
-    """The spec, with the lengths of --data, and the fields (the batch if given) and knobs that a search keeps fixed."""
-    options = read_options(values, CUT[1:])
+def read_planned(values: dict[str, Any]) -> tuple[Spec, dict[str, Any], PlanData | None]:
+    """The spec, the fields (the batch if given) and knobs that a search keeps fixed, and the data that was read."""
+    options, opened = read_options(values, CUT[1:]), list[PlanData]()
     if "data" in values:
-        from oomguard._data.open import spec_from_data
+        from oomguard._data.infer import spec_from_data
 
-        make = partial(spec_from_data, data=values["data"], options=DataOptions(**options))
+        def make(fields: dict[str, Any]) -> Spec:
+            spec, data = spec_from_data(fields, values["data"], DataOptions(**options))
+            opened.append(data)
+            return spec
+
         # the lengths of the data replace those of a spec file
         spec, knobs = _read(values, FIXED, {"lengths": None}, make)
     elif options:
@@ -102,7 +105,7 @@ def read_planned(values: dict[str, Any]) -> tuple[Spec, dict[str, Any]]:
     fields = msgspec.structs.asdict(spec)
     if "batch" not in _spec_fields(values.get("model"), values.get("preset")) | values:
         del fields["batch"]
-    return spec, with_batch(fields, knobs) | knobs
+    return spec, with_batch(fields, knobs) | knobs, opened[0] if opened else None
 
 
 def _read(
@@ -168,17 +171,15 @@ def read_options(values: dict[str, Any], flags: Iterable[Flag]) -> dict[str, Any
     return options
 
 
-def read_path(values: dict[str, Any], command: str) -> str:
-    if "data" not in values:
-        raise MisuseError(
-            rule=f"{command} needs data", got="got none", advice="Add --data with a .npy, .csv, .parquet or .txt file."
-        )
-    return str(values["data"])
+def check_output(text: str, values: dict[str, Any], usual: str = "plan.json", name: str = "output") -> None:
+    """Raise unless the file can be written, before any work is done, and is new or may be replaced (--force).
 
-
-def check_output(text: str, usual: str = "plan.json") -> None:
-    """Raise unless the file can be written, before any work is done. `usual` is the example in the message."""
+    `usual` is the example in the message.
+    """
     target = Path(text)
+    if target.is_file() and not values.get("force"):
+        advice = f"Add --force to replace it, or give another {flag(name)}."
+        raise MisuseError(rule=f"{flag(name)} must be a new file", got=f"{text} exists", advice=advice)
     folder = next(parent for parent in target.absolute().parents if parent.exists())
     try:
         if target.is_dir():
@@ -187,9 +188,9 @@ def check_output(text: str, usual: str = "plan.json") -> None:
             pass
     except (OSError, ValueError) as error:
         raise MisuseError(
-            rule="--output must be a file that can be written",
+            rule=f"{flag(name)} must be a file that can be written",
             got=f"{shown(text)} cannot ({getattr(error, 'strerror', None) or error})",
-            advice=f"Give another --output, such as {usual}.",
+            advice=f"Give another {flag(name)}, such as {usual}.",
         ) from None
 
 
@@ -201,6 +202,8 @@ def _spec_fields(model: str | None, name: str | None) -> dict[str, Any]:
             got=f"got {shown(model)}, a task",
             advice="Describe its layers by flags (--model lstm --hidden 256).",
         )
+    if model is not None and model.lower() in MODEL.choices:
+        model = model.lower()
     is_path = model and (any(sign in model for sign in "./\\") or os.path.exists(model))
     if model is None or model in MODEL.choices or not is_path:
         return ({} if name is None else preset_fields(name)) | ({} if model is None else {"cell": model})
@@ -213,14 +216,23 @@ def _spec_fields(model: str | None, name: str | None) -> dict[str, Any]:
 def _value(option: Flag, text: str) -> Any:
     """The text as the type of the field; unchanged if it is not of that type, so that the field refuses it."""
     if option.kind is int:
-        plain = text.replace("_", "")
-        return int(plain) if re.fullmatch(r"-?\d{1,18}", plain, re.ASCII) else text
+        return _whole(text)
     if option.kind is float:
         with suppress(ValueError):
             return float(text)
     if option.kind is tuple:
         return tuple(part.strip() for part in text.split(",") if part.strip())
     return _histogram(text) if option.kind is dict else text
+
+
+def _whole(text: str) -> int | str:
+    """A whole number such as 10000, 10_000, 10,000 or 10k; unchanged if it is none."""
+    if match := re.fullmatch(r"(\d{1,12})(?:\.(\d{1,3}))?k", text, re.ASCII | re.IGNORECASE):
+        return int(match[1]) * 1000 + int((match[2] or "").ljust(3, "0"))
+    if re.fullmatch(r"\d{1,3}(,\d{3}){1,5}", text, re.ASCII):
+        text = text.replace(",", "")
+    plain = text.replace("_", "")
+    return int(plain) if re.fullmatch(r"-?\d{1,18}", plain, re.ASCII) else text
 
 
 def _histogram(text: str) -> Any:

@@ -33,6 +33,8 @@ def parse_seconds(seconds: float | str, name: str = "a duration") -> float:
 def read_budget(budget: int | str | None) -> int | None:
     """The bytes of a budget that is given as a number or as text; None stays None."""
     budget_bytes = parse_bytes(budget, "budget") if isinstance(budget, str) else budget
+    if isinstance(budget, str) and budget[-1:].isdigit() and parse_bytes(budget) < MIB:  # 6 means 6 GiB, not 6 B
+        raise wrong("budget", "a size with a unit", budget, f"Did you mean {budget}GiB?")
     check_whole("budget", budget_bytes, 1, MAX_BYTES)
     return budget_bytes
 

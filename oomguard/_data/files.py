@@ -30,6 +30,9 @@ BYTE_TOKENS = 256  # size of the vocabulary if tokens are bytes
 
 
 def open_array(data: Path | Array, spec: Spec, options: DataOptions) -> Arrays:
+    if options.fill == "forward":
+        rule = "Values are filled forward in tables"
+        raise MisuseError(rule=rule, got="this data is an array", advice="Use --fill mean or zero, or --nan cut.")
     mapped = map_array(data)
     shape, path = mapped.array.shape, mapped.path
     axes = 1 if spec.vocab is not None else 2
@@ -61,6 +64,7 @@ def open_array(data: Path | Array, spec: Spec, options: DataOptions) -> Arrays:
         targets=targets,
         borders=np.arange(series + 1) * steps,
         long=long,
+        fill=options.fill,
         ahead=ahead,
         per_series=not long and own_targets is not None and not own_targets.grouped,
         about=about | {"content": fingerprint(data, *([Path(options.targets)] if options.targets else []))},
@@ -164,7 +168,7 @@ def _characters(path: Path, vocab: int, options: DataOptions) -> tuple[Mapped, s
     """The file's characters as tokens, from the cache, and the vocabulary."""
 
     def convert(home: Path) -> dict[str, str]:
-        vocabulary = options.vocabulary or "".join(sorted(set().union(*_chunks(path))))
+        vocabulary = options.vocabulary or characters_of(path)
         with Appended(home / "tokens.npy", index=np.min_scalar_type(len(vocabulary) - 1)) as array:
             for text in _chunks(path):
                 array.append(_tokens(text, vocabulary, (path, array.rows), trained=options.inputs_only))
@@ -180,6 +184,11 @@ def _characters(path: Path, vocab: int, options: DataOptions) -> tuple[Mapped, s
             advice=f"Set --vocab {len(vocabulary)}, or let tokens be bytes (--vocab {BYTE_TOKENS}).",
         )
     return replace(Mapped.npy(home / "tokens.npy"), unit="character"), vocabulary
+
+
+def characters_of(path: Path) -> str:
+    """The different characters of a text, sorted."""
+    return "".join(sorted(set().union(*_chunks(path))))
 
 
 def _chunks(path: Path) -> Iterator[str]:

@@ -5,23 +5,22 @@ histogram of their lengths for the planner (`Spec.lengths`). Needs no torch for 
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-import msgspec
 import numpy as np
 
 from oomguard._core.errors import MisuseError, shown
 from oomguard._core.system import run_elsewhere
 from oomguard._data import order
 from oomguard._data.files import map_array, open_array, open_text, spool
+from oomguard._data.frames import is_frame, write_frame
 from oomguard._data.options import DataOptions, Format, check_used
 from oomguard._data.rows import Arrays, Items, Normaliser, Source, as_array, cut_sources, fit_normaliser, open_items
 from oomguard._data.source import Ints, no_data, unreadable
-from oomguard._spec.read import make_spec
-from oomguard._spec.spec import MAX_SEQ, Spec, longest_seq
+from oomguard._spec.spec import MAX_SEQ, Spec
 
 MAX_LENGTHS = 256  # different lengths in a histogram at most: more would slow the planner down and improve no plan
 _FORMATS = {
@@ -105,18 +104,13 @@ def _open(data: Any, spec: Spec, options: DataOptions) -> Arrays | Items:
     if isinstance(data, np.ndarray):
         check_used("npy", options)
         return open_array(data, spec, options)
+    if is_frame(data):
+        return _open_file(write_frame(data), spec, options)
     from torch import Tensor  # files need no torch
-    from torch.utils.data import IterableDataset
 
     if isinstance(data, Tensor):
         return _open(as_array(data), spec, options)
-    if isinstance(data, Mapping) or (hasattr(data, "columns") and hasattr(data, "dtypes")):  # without items 0, 1, ...
-        raise MisuseError(
-            rule="A table is read from a file, so that it need not be in memory",
-            got=f"got a {type(data).__name__}",
-            advice='Write it to a file, such as frame.to_parquet("data.parquet"), and give its path.',
-        )
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, IterableDataset):
+    if is_dataset(data):
         check_used("Dataset", options)
         return open_items(data, spec, options)
     if not isinstance(data, Iterable):
@@ -129,7 +123,15 @@ def _open(data: Any, spec: Spec, options: DataOptions) -> Arrays | Items:
     return spool(data, spec, options)
 
 
-def _open_file(path: Path, spec: Spec, options: DataOptions) -> Arrays:
+def is_dataset(data: Any) -> bool:
+    """Whether the data is a map-style Dataset, or a list of pairs."""
+    from torch.utils.data import IterableDataset
+
+    return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, IterableDataset)
+
+
+def kind_of(path: Path, options: DataOptions) -> str:
+    """The format of a file, by its suffix unless it is given; raise if there is no such file."""
     if not path.is_file():
         why = "it is a directory" if path.is_dir() else "there is no such file"
         raise unreadable(path, FileNotFoundError(2, why))
@@ -140,6 +142,11 @@ def _open_file(path: Path, spec: Spec, options: DataOptions) -> Arrays:
             got=f"{path} does not say which by its suffix",
             advice="Give its --format.",
         )
+    return kind
+
+
+def _open_file(path: Path, spec: Spec, options: DataOptions) -> Arrays:
+    kind = kind_of(path, options)
     check_used(kind, options)
     try:
         if kind in ("npy", "text"):
@@ -180,29 +187,6 @@ def _split(store: Arrays | Items, spec: Spec, options: DataOptions) -> list[orde
         if not (side.steps > store.ahead).any():
             raise no_data(f"the part of {path} for {name}")
     return [*sides]
-
-
-def spec_from_data(fields: dict[str, Any], data: Any, options: DataOptions) -> Spec:
-    """The spec with these fields (without `seq`: that of the longest sequence) and the lengths of the data."""
-    if fields.get("lengths") is not None:
-        raise MisuseError(
-            rule="The lengths of sequences come from a histogram or from data",
-            got="got both",
-            advice="Leave --lengths or --data out.",
-        )
-    seq = fields.get("seq")
-    spec = make_spec(fields | {"seq": 1 if seq is None else seq})
-    if seq is None:
-        spec = msgspec.structs.replace(spec, seq=longest_seq(spec))
-    source = open_source(data, spec, options)
-    if seq is None and (source.store.long or options.stride is not None):
-        raise MisuseError(
-            rule="One long series is cut into windows of --seq steps",
-            got="there is no --seq",
-            advice="Add --seq, or name the column that says which series a row belongs to as --id.",
-        )
-    lengths = histogram(*np.unique(source.lengths, return_counts=True))
-    return msgspec.structs.replace(spec, seq=max(lengths) if seq is None else seq, lengths=lengths)
 
 
 def histogram(lengths: Ints, counts: Ints, most: int = MAX_LENGTHS) -> dict[int, int]:

@@ -9,13 +9,14 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from oomguard._core.errors import Bounds, MisuseError, check_fields, flag, nearest, wrong
+from oomguard._core.errors import Bounds, MisuseError, check_fields, conflict, flag, nearest, wrong
 from oomguard._spec.spec import MAX_SEQ, Spec
 
 Format = Literal["npy", "csv", "parquet", "text"]
-Nan = Literal["error", "drop", "zero"]
+Nan = Literal["error", "drop", "cut", "zero"]
+Fill = Literal["forward", "mean", "zero"]
 CUTTING = (
-    *("format", "columns", "target", "ahead", "id", "targets", "stride", "nan"),
+    *("format", "columns", "target", "ahead", "id", "time", "targets", "stride", "nan", "fill", "categories"),
     *("characters", "vocabulary", "truncate", "limit", "cache"),
 )
 """Options of data that decide which sequences it has."""
@@ -35,14 +36,21 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Steps that a target lies ahead of its inputs; None: 1 for a column that is an input too, otherwise 0."""
     id: str | None = None
     """Column of a table that says which series a row belongs to; None: all rows are one series."""
+    time: str | None = None
+    """Column of a table by which rows are sorted; None: the column with dates, if there is one."""
+    categories: dict[str, tuple[str, ...]] = {}
+    """Values of each text column, in the order of their numbers. They are found when the data is first read."""
     targets: str | None = None
     """Array file with the targets, a row for each step or for each sequence."""
     stride: Annotated[int | None, Bounds(1, MAX_SEQ)] = None
     """Steps from the start of a window to that of the next; None: one long series is cut into windows that do not
     overlap, and each of many series is one sequence."""
     nan: Nan = "error"
-    """Handling of NaN and infinite numbers: an error, its sequence is dropped, or it is read as 0 (not in tokens and
-    classes, where 0 has a meaning)."""
+    """Handling of NaN and infinite numbers: an error, its sequence is dropped, sequences are cut around its row, or 0.
+    Tokens and classes are never 0 instead."""
+    fill: Fill | None = None
+    """Fill missing inputs with the last value before, the mean of the training part, or 0; None: `nan` decides.
+    Sequences are cut around a row whose target is missing."""
     characters: bool = False
     """Whether the tokens of text are characters (of UTF-8) instead of bytes."""
     vocabulary: str | None = None
@@ -55,8 +63,9 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     split: Literal["series", "time"] | None = None
     """How that share is chosen: whole series at random, or the last steps of every series; None: by time for one long
     series, otherwise by series. One long series is split by series in blocks."""
-    normalise: Literal["none", "inputs", "both"] = "inputs"
-    """Which numbers get mean 0 and standard deviation 1 over the training part. Tokens and classes never do."""
+    normalise: Literal["none", "inputs", "both"] = "both"
+    """Which numbers get mean 0 and standard deviation 1 over the training part: inputs, or targets as well. Tokens and
+    classes never do, and predictions are in the units of the data."""
     limit: Annotated[int | None, Bounds(1, 1 << 40)] = None
     """Most pairs that are taken of an iterable; None: all, so it must end."""
     cache: str | None = None
@@ -73,12 +82,14 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for name in ("columns", "target"):
             if (value := getattr(self, name)) is None:
                 continue
+            if isinstance(value, str | int) and not isinstance(value, bool):  # one column, by name or number
+                value = (str(value),)
             names = tuple(value) if isinstance(value, tuple | list) else ()
             if not names or not all(isinstance(n, str) for n in names) or len({*names}) < len(names):
                 advice = 'Write it as ("open", "close"), and columns of an array as ("0", "3").'
                 raise wrong(name, "a list of different columns", value, advice)
             msgspec.structs.force_setattr(self, name, names)  # a list becomes a tuple, as it comes back from JSON
-        for name in ("id", "targets", "cache", "vocabulary"):
+        for name in ("id", "time", "targets", "cache", "vocabulary"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value):
                 raise wrong(name, "text", value, f"Leave {flag(name)} out.")
@@ -86,6 +97,7 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share < 1:
             form = "a share from 0 up to, not including, 1"
             raise wrong("validation", form, share, "Give --validation a number such as 0.1.")
+        self._check_fill()
         repeated = [letter for letter, count in Counter(self.vocabulary or "").items() if count > 1]
         if repeated:
             raise MisuseError(
@@ -94,11 +106,29 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 advice="Leave the second out.",
             )
 
+    def _check_fill(self) -> None:
+        if self.fill is not None and self.nan != "error":
+            raise conflict("Missing values are filled or left out", f"--fill {self.fill}", f"--nan {self.nan}")
+        if self.fill == "mean" and self.normalise == "none":
+            raise conflict("The mean is that of the normaliser", "--fill mean", "--normalise none")
 
+
+class PlanData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The data that a plan was made for."""
+
+    path: str | None = None
+    """File of the data, as it was given; None: it was in memory."""
+    options: DataOptions = DataOptions()
+    """How it is read, with all that was inferred."""
+    notes: tuple[str, ...] = ()
+    """Sentences that say what was inferred from it."""
+
+
+_TABLE = ("columns", "target", "ahead", "id", "time", "stride", "cache", "fill", "categories")
 _READ = {
-    "npy": ("columns", "target", "ahead", "targets", "stride"),
-    "csv": ("columns", "target", "ahead", "id", "stride", "cache"),
-    "parquet": ("columns", "target", "ahead", "id", "stride", "cache"),
+    "npy": ("columns", "target", "ahead", "targets", "stride", "fill"),
+    "csv": _TABLE,
+    "parquet": _TABLE,
     "text": ("characters", "vocabulary", "stride", "cache"),
     "pairs": ("limit", "stride", "cache"),
     "Dataset": (),

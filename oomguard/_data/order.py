@@ -34,6 +34,19 @@ class Pieces(NamedTuple):
     def take(self, chosen: Ints) -> "Pieces":
         return Pieces(*(part[chosen] for part in self))
 
+    def around(self, rows: Ints) -> "Pieces":
+        """The pieces without these rows (ascending): each row ends one piece, and the next begins after it."""
+        if not len(rows) or not len(self.starts):
+            return self
+        owner = np.searchsorted(self.starts, rows, side="right") - 1
+        inside = (owner >= 0) & (rows < self.stops[owner])
+        rows, owner = rows[inside], owner[inside]
+        piece = np.concatenate([np.arange(len(self.starts)), owner])
+        starts, stops = np.concatenate([self.starts, rows + 1]), np.concatenate([self.stops, rows])
+        by_start, by_stop = np.lexsort((starts, piece)), np.lexsort((stops, piece))
+        parts = Pieces(starts[by_start], stops[by_stop], self.series[piece[by_start]])
+        return parts.take(np.flatnonzero(parts.steps > 0))
+
 
 def whole(borders: Ints) -> Pieces:
     """All series that have rows, each a piece, from the row at which each begins and the row at which the last ends."""

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oomguard._core.errors import MisuseError
-from oomguard._data.options import DataOptions, Nan, target_width
+from oomguard._data.options import DataOptions, Fill, Nan, target_width
 from oomguard._data.order import ONLY_ONE, Cuts, Pieces
 from oomguard._data.source import MISSING, Array, Ints, Mapped, Pair, as_values, indices, no_data
 from oomguard._spec.spec import Spec
@@ -40,23 +40,29 @@ class Arrays(Store):
     targets: Mapped  # may be the inputs
     first_row: int = 0  # number of the first row, as messages count them
     ids: Path | None = None
-    """Directory with the id of each series and the place of each row in the user's file; None: series have no ids."""
+    """Directory with the place of each row in the user's file and, if there are any, the ids of the series; None: rows
+    are in the order of the file and series have no ids."""
+
+    fill: Fill | None = None
 
     def pair(self, spec: Spec, nan: Nan, start: int, steps: int, series: int) -> Pair:
         tokens, classes = indices(spec)
         last, first, count = spec.head == "last-step", start + self.ahead, steps
+        filled: Nan = "zero" if self.fill == "zero" else "drop" if self.fill == "mean" else nan  # drop: NaN is kept
         if self.per_series:
             first, count = series, 1
         elif last:
             first, count = first + steps - 1, 1
-        inputs = self.inputs.values(start, steps, tokens, nan)
+        inputs = self.inputs.values(start, steps, tokens, filled)
+        if self.targets is self.inputs and (first, count) == (start, steps):  # for predictions
+            return inputs, inputs
         targets = self.targets.values(first, count, classes, nan)
         return inputs, targets[0] if last else targets
 
     def nan_rows(self) -> Ints:
-        """The rows that have a NaN as input or as target, ascending. The whole file is read once."""
-        rows = _nan_rows(self.inputs)
-        if self.targets is self.inputs:
+        """The rows that have a NaN as input that is not filled, or as target. The whole file is read once."""
+        rows = _nan_rows(self.inputs) if self.fill is None else np.empty(0, dtype=np.int64)
+        if self.fill is None and self.targets is self.inputs:
             return rows
         others = _nan_rows(self.targets)
         # the target of a series counts as its last row, which every sequence of the series has
@@ -97,6 +103,7 @@ class Normaliser(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def applied(self, pair: Pair) -> Pair:
         inputs, targets = pair
         inputs = ((inputs - np.array(self.mean)) / np.array(self.std)).astype(np.float32)
+        np.nan_to_num(inputs, copy=False, nan=0.0)  # with --fill mean
         if self.target_mean is not None and self.target_std is not None:
             targets = ((targets - np.array(self.target_mean)) / np.array(self.target_std)).astype(np.float32)
         return inputs, targets
@@ -115,21 +122,24 @@ class RunningStatistics:
     """
 
     def __init__(self) -> None:
-        self.count = 0
+        self.rows = 0
+        self.count: NDArray[np.float64] = np.zeros(1)  # of each column, without NaN
         self.mean: NDArray[np.float64] = np.zeros(1)
         self.squares: NDArray[np.float64] = np.zeros(1)
 
     def add(self, block: Array) -> None:
         rows = block.reshape(len(block), -1).astype(np.float64)
-        mean = rows.mean(axis=0)
-        total, shift = self.count + len(rows), mean - self.mean
-        self.squares = self.squares + ((rows - mean) ** 2).sum(axis=0) + shift**2 * (self.count * len(rows) / total)
-        self.mean = self.mean + shift * (len(rows) / total)
-        self.count = total
+        known = ~np.isnan(rows)
+        added: NDArray[np.float64] = known.sum(axis=0).astype(np.float64)
+        mean = rows.sum(axis=0, where=known) / np.maximum(1, added)
+        total, shift = self.count + added, mean - self.mean
+        share = added / np.maximum(1, total)
+        self.squares = self.squares + ((rows - mean) ** 2).sum(axis=0, where=known) + shift**2 * self.count * share
+        self.mean, self.count, self.rows = self.mean + shift * share, total, self.rows + len(rows)
 
     def result(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Mean and standard deviation of each column."""
-        std = np.sqrt(self.squares / self.count)
+        std = np.sqrt(self.squares / np.maximum(1, self.count))
         std = np.where(std > np.abs(self.mean) * 1e-12, std, 1.0)  # constant, but for rounding
         return tuple(self.mean.tolist()), tuple(std.tolist())
 
@@ -143,7 +153,7 @@ def fit_normaliser(pairs: Iterable[Pair], *, targets: bool) -> Normaliser:
             of_targets.add(target if target.ndim > 1 else target[None])
     mean, std = of_inputs.result()
     target_mean, target_std = of_targets.result() if targets else (None, None)
-    return Normaliser(mean=mean, std=std, target_mean=target_mean, target_std=target_std, steps=of_inputs.count)
+    return Normaliser(mean=mean, std=std, target_mean=target_mean, target_std=target_std, steps=of_inputs.rows)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -183,18 +193,24 @@ class Source:
         unit, first_row = f"first_{store.inputs.unit}", store.first_row
         if store.ids is None:
             return [unit], lambda index: [first_row + self.cuts[index][0]]
-        ids, places = json.loads((store.ids / "ids.json").read_bytes()), Mapped.npy(store.ids / "places.npy")
+        places, names = Mapped.npy(store.ids / "places.npy"), store.ids / "ids.json"
+        ids = json.loads(names.read_bytes()) if names.exists() else None
 
         def origin(index: int) -> list[Any]:
             start, _, series = self.cuts[index]
-            return [ids[series], int(places.rows(start, 1)[0])]
+            return [*([] if ids is None else [ids[series]]), int(places.rows(start, 1)[0])]
 
-        return ["id", unit], origin
+        return [*([] if ids is None else ["id"]), unit], origin
 
 
 def cut_sources(store: Arrays | Items, spec: Spec, options: DataOptions, *sides: Pieces) -> list[Source]:
     """The sequences of some pieces of the data, a source for each side of a split."""
     windows = store.long or options.stride is not None
+    around = options.nan == "cut" or (options.fill is not None and not options.inputs_only)
+    nan_rows = store.nan_rows() if isinstance(store, Arrays) and (around or options.nan == "drop") else None
+    if around:
+        _check_cut(store, spec, options)
+        sides = tuple(pieces.around(nan_rows) for pieces in sides if nan_rows is not None)
     if not (windows or options.truncate):
         _check_lengths(store, spec, Pieces(*map(np.concatenate, zip(*sides, strict=True))))
     if windows and isinstance(store, Arrays) and store.per_series:
@@ -204,22 +220,39 @@ def cut_sources(store: Arrays | Items, spec: Spec, options: DataOptions, *sides:
             advice="Leave --stride out, or give a target for each step.",
         )
     stride = options.stride or spec.steps if windows else ONLY_ONE
-    nan_rows = store.nan_rows() if options.nan == "drop" and isinstance(store, Arrays) else None
     sources = []
     for pieces in sides:
         surplus = np.maximum(0, pieces.steps - store.ahead - spec.steps) * (not windows)
         if spec.head == "last-step":  # the last steps of a sequence that is cut are kept
             pieces = pieces._replace(starts=pieces.starts + surplus)
         cuts = Cuts(pieces=pieces, ahead=store.ahead, seq=spec.steps, stride=stride)
-        if nan_rows is not None:
+        if nan_rows is not None and not around:
             cuts = cuts.without(nan_rows)
         if not len(cuts):
-            raise no_data(store.about["path"])
+            raise no_data(store.about["path"]) if nan_rows is None else _all_missing(store, cuts, nan_rows)
         short = int(np.count_nonzero((pieces.steps > 0) & (pieces.steps <= store.ahead)))
         left_out = {"dropped": cuts.total - len(cuts), "short": short} if isinstance(store, Arrays) else store.left_out
         missing = {"truncated": int(np.count_nonzero(surplus)), **left_out}
         sources.append(Source(store=store, cuts=cuts, spec=spec, nan=options.nan, missing=missing))
     return sources
+
+
+def _check_cut(store: Store, spec: Spec, options: DataOptions) -> None:
+    """Raise unless sequences can be cut around rows, and inputs filled."""
+    if isinstance(store, Items) or store.per_series:  # items are read one by one
+        rule, got = "Sequences are cut around a row if every row has a target", "there is one for each sequence"
+        raise MisuseError(rule=rule, got=got, advice="Use --nan drop.")
+    if options.fill is not None and spec.vocab is not None:
+        raise MisuseError(rule="Only numbers can be filled", got="inputs are tokens", advice="Use --nan cut or drop.")
+
+
+def _all_missing(store: Store, cuts: Cuts, nan_rows: Ints) -> MisuseError:
+    rows = f"{len(nan_rows):,} of {int(store.borders[-1]):,} rows"
+    return MisuseError(
+        rule="A sequence must be left without a missing value",
+        got=f"in {store.about['path']}, each of {max(1, cuts.total):,} has one ({rows})",
+        advice="Use --nan cut (sequences around such rows), or --fill forward, mean or zero.",
+    )
 
 
 def _check_lengths(store: Arrays | Items, spec: Spec, pieces: Pieces) -> None:
@@ -240,7 +273,7 @@ def _check_lengths(store: Arrays | Items, spec: Spec, pieces: Pieces) -> None:
 
 def open_items(dataset: Any, spec: Spec, options: DataOptions) -> Items:
     """A map-style Dataset. Its attribute `lengths` gives the lengths; without it, every item is read once."""
-    name, drop = type(dataset).__name__, options.nan == "drop"
+    name, drop = type(dataset).__name__, options.nan in ("drop", "cut")
     lengths = None if drop else getattr(dataset, "lengths", None)
     if lengths is None:
         lengths = np.zeros(len(dataset), dtype=np.int64)

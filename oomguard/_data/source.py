@@ -37,7 +37,6 @@ Locate = Callable[[int, int], str]  # the place of a value, from its row in the 
 
 MISSING = np.iinfo(np.int64).min  # what stands for NaN among tokens and classes, which are whole numbers
 CHUNK_ELEMENTS = 1 << 20  # elements that are looked at together when a whole file is scanned
-CHUNK_ROWS = 1 << 16  # rows that are moved at a time when series are brought together
 PRINT_BYTES = 1 << 20  # bytes of each end of a file or array that its fingerprint covers
 RESIDENT_BYTES = 4 << 20  # bytes read from a mapped file after which its pages are released
 VERSION = 3  # Version of the layout of converted files. Data with another one is converted again.
@@ -221,37 +220,6 @@ class Appended(AbstractContextManager["Appended"]):
         self._file.close()
 
 
-def group_rows(paths: list[Path], codes_path: Path, series: int) -> Ints:
-    """Sort the rows of `.npy` files by series, and return the borders. `codes` has each row's series and is removed."""
-    codes = Mapped.npy(codes_path)
-    counts, last, in_order = np.zeros(series, dtype=np.int64), 0, True
-    for _, block in codes.blocks():
-        counts += np.bincount(block, minlength=series)
-        in_order = in_order and bool((np.diff(block, prepend=last) >= 0).all())
-        last = int(block[-1])
-    borders = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    for path in () if in_order else paths:
-        _scatter(path, codes, borders[:-1].copy())
-    codes_path.unlink()
-    return borders
-
-
-def _scatter(path: Path, codes: Mapped, cursors: Ints) -> None:
-    """Write every row to the next free place of its series."""
-    rows, grouped_path = Mapped.npy(path), path.with_suffix(".grouped")
-    grouped = np.lib.format.open_memmap(grouped_path, "w+", rows.array.dtype, rows.array.shape)
-    for start in range(0, len(grouped), CHUNK_ROWS):
-        block = codes.rows(start, CHUNK_ROWS)
-        by_series = np.argsort(block, kind="stable")
-        present, firsts, counts = np.unique(block[by_series], return_index=True, return_counts=True)
-        ranks = np.arange(len(block)) - np.repeat(firsts, counts)
-        grouped[np.repeat(cursors[present], counts) + ranks] = rows.rows(start, CHUNK_ROWS)[by_series]
-        cursors[present] += counts
-        release_pages(grouped)
-    grouped.flush()
-    os.replace(grouped_path, path)
-
-
 class Index(NamedTuple):
     """Values that are whole numbers from 0 to `below` - 1: tokens or classes."""
 
@@ -273,7 +241,7 @@ def as_values(block: Array, index: Index | None, nan: Nan, where: Locate) -> Arr
     with np.errstate(over="ignore"):  # what is too large for float32 becomes infinite
         numbers = np.array(block, dtype=np.float32, order="C").reshape(len(block), -1)
     # the fastest test, without a mask; squares may overflow as well
-    if nan != "drop" and not isfinite(np.vdot(numbers, numbers)):
+    if nan not in ("drop", "cut") and not isfinite(np.vdot(numbers, numbers)):
         bad = ~np.isfinite(numbers)
         if nan == "error" and bad.any():
             row, column = (int(place) for place in np.argwhere(bad)[0])
@@ -289,7 +257,7 @@ def _as_indices(values: Array, index: Index, nan: Nan, where: Locate) -> Ints:
     if values.dtype.kind in "iub" and (not len(values) or (values.min() >= 0 and values.max() < index.below)):
         return numbers
     bad = (numbers != values) | (numbers < 0) | (numbers >= index.below)
-    if nan == "drop":
+    if nan in ("drop", "cut"):
         gone = ~np.isfinite(values)
         numbers[gone], bad = MISSING, bad & ~gone
     if bad.any():
@@ -301,7 +269,10 @@ def _as_indices(values: Array, index: Index, nan: Nan, where: Locate) -> Ints:
 def wrong_value(place: str, value: Any, index: Index | None) -> MisuseError:
     """The error for a number that is not finite (index None), or for what is not a token or a class."""
     if index is None:
-        rule, change = "Numbers in the data must be finite", "use --nan drop (leave such sequences out) or --nan zero"
+        rule, change = (
+            "Numbers in the data must be finite",
+            "use --fill forward, mean or zero, --nan cut (sequences around such rows) or --nan drop",
+        )
     else:
         rule = f"{index.noun} must be a whole number from 0 to {index.below - 1:,}"
         change = "use --nan drop (leave such sequences out); --nan zero is for numbers only"

@@ -4,88 +4,124 @@ Training reads sequences in random order, and would have to parse a CSV, or deco
 """
 
 import json
-import re
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection
 from contextlib import ExitStack
-from csv import Error as CellError
-from csv import reader as read_cells
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from pyarrow import csv, parquet
+from pyarrow import compute as pc
 
 from oomguard._core.errors import MisuseError
 from oomguard._data import source
 from oomguard._data.options import DataOptions, check_column, choose_columns
+from oomguard._data.parse import (
+    Table,
+    is_number,
+    not_a_number,
+    parse_error,
+    read_batches,
+    read_header,
+    read_schema,
+    time_type,
+)
 from oomguard._data.rows import Arrays
-from oomguard._data.source import Appended, Ints, Mapped, cached, fingerprint, group_rows, no_data, unreadable
+from oomguard._data.series import Times, fill_forward, group_rows, sort_by_time
+from oomguard._data.source import Appended, Ints, Mapped, cached, fingerprint, no_data
 from oomguard._spec.spec import Spec
-
-BLOCK_BYTES = 1 << 20  # bytes of a CSV that are parsed at a time: pyarrow 26 reads about 30 blocks ahead
-ROWS_PER_BLOCK = 64  # rows of a block at least, if they are as long as the header: a row must fit into a block
-HEADER_BYTES = 64 << 20  # longest header of a CSV: no more than this is read of a file without line ends
-BLOCK_ROWS = 1 << 16  # rows of a Parquet file that are decoded at a time; a row group is never in memory whole
-
-
-class Table(NamedTuple):
-    """A table whose header was read."""
-
-    path: Path
-    names: list[str]
-    first_row: int  # number of the first row of data, as an editor shows it: in a CSV the header is row 1
-    delimiter: str | None = None  # what separates the columns of a CSV; None: the table is Parquet
-    block_bytes: int = 0  # bytes of a CSV that are parsed at a time
 
 
 class Part(NamedTuple):
     """Columns that are stored together as one array."""
 
     file: str
-    names: list[str]
+    names: list[str]  # of columns, and of indicators such as `weather=rain`
     range: source.Index | None  # the range of tokens or classes; None: the columns are numbers
+
+
+class Rows(NamedTuple):
+    """How the rows of a table are read."""
+
+    id: str | None
+    time: str | None
+    fill: bool  # whether missing inputs are filled with the last value before
+    categories: dict[str, tuple[str, ...]]  # values of the text columns that are read
+
+    @property
+    def moved(self) -> bool:
+        """Whether rows may come in another order than in the file."""
+        return self.id is not None or self.time is not None
 
 
 def open_table(path: Path, kind: str, spec: Spec, options: DataOptions) -> Arrays:
     """A table as a store. The first time, all of it is read."""
-    table = _read_header(path, kind)
-    if options.id is not None:
-        check_column(options.id, table.names, path)
-    names = [name for name in table.names if name != options.id]
+    table = read_header(path, kind)
+    for name in (options.id, options.time):
+        if name is not None:
+            check_column(name, table.names, path)
+    names, options = _with_indicators(table, spec, options)
     input_names, target_names, ahead = choose_columns(names, spec, options, path)
-    parts = _layout(input_names, target_names, spec)
-    settings = {"parts": parts, "id": options.id}
-    home, about = cached(path, options.cache, settings, _Reader(table, parts, options.id).convert)
+    parts = _layout(input_names, target_names, spec, apart=options.fill == "forward" and not options.inputs_only)
+    wanted = {column_of(name, options.categories) for part in parts for name in part.names}
+    categories = {name: values for name, values in options.categories.items() if name in wanted}
+    rows = Rows(options.id, options.time, options.fill == "forward", categories)
+    settings = {"parts": parts, "rows": rows}
+    home, about = cached(path, options.cache, settings, _Reader(table, parts, rows).convert)
     for part in parts:
         refused = options.nan == "error" or (options.nan == "zero" and part.range is not None)
-        if refused and part.file in about["nan"]:
+        if refused and options.fill is None and part.file in about["nan"]:
             place, value = about["nan"][part.file]
             raise source.wrong_value(place, value, part.range)
     inputs, targets = _map(home, parts[0], input_names), _map(home, parts[-1], target_names)
-    rows, size_bytes = len(inputs.array), path.stat().st_size
+    facts = {"kind": kind, "path": str(path), "bytes": path.stat().st_size, "rows": len(inputs.array)}
+    facts |= {"predicts": target_names, "content": fingerprint(path)}
     return Arrays(
         inputs=inputs,
         targets=inputs if (targets.path, targets.columns) == (inputs.path, inputs.columns) else targets,
         borders=np.load(home / "borders.npy"),
         long=options.id is None,
         first_row=table.first_row,
-        ids=None if options.id is None else home,
+        ids=home if rows.moved else None,
+        fill=options.fill,
         ahead=ahead,
-        checked=True,
-        about={"kind": kind, "path": str(path), "bytes": size_bytes, "rows": rows, "content": fingerprint(path)},
+        checked=options.fill is None,
+        about=facts | ({"times": about["times"]} if "times" in about else {}),
     )
 
 
-def _layout(inputs: list[str], targets: list[str], spec: Spec) -> list[Part]:
-    """Inputs and targets share an array if both are numbers, or the same column of tokens."""
+def _with_indicators(table: Table, spec: Spec, options: DataOptions) -> tuple[list[str], DataOptions]:
+    """The columns that can be inputs or targets, and the options, with an indicator for each value of a text column."""
+    kept = {*(options.target or ()), *(options.categories if spec.vocab is not None else ())}
+    own = {
+        name: tuple(f"{name}={value}" for value in values)
+        for name, values in options.categories.items()
+        if name not in kept
+    }
+    names = [name for name in table.names if name not in (options.id, options.time)]
+    columns = options.columns
+    if columns is not None:
+        columns = tuple(part for name in columns for part in own.get(name, (name,)))
+    spread = [part for name in names for part in own.get(name, (name,))]
+    return spread, msgspec.structs.replace(options, columns=columns)
+
+
+def column_of(name: str, categories: Collection[str]) -> str:
+    """The column of the table that a stored column comes from: that of an indicator is before its `=`."""
+    if name in categories:
+        return name
+    return next((text for text in categories if name.startswith(f"{text}=")), name)
+
+
+def _layout(inputs: list[str], targets: list[str], spec: Spec, *, apart: bool) -> list[Part]:
+    """Inputs and targets share an array if both are numbers, or the same column of tokens, unless they stay apart."""
     tokens, classes = source.indices(spec)
-    if tokens is None and classes is None:
+    if tokens is None and classes is None and not apart:
         return [Part("numbers.npy", list(dict.fromkeys([*inputs, *targets])), None)]
-    if tokens is not None and classes is not None and inputs == targets:
+    if tokens is not None and classes is not None and inputs == targets and not apart:
         return [Part("tokens.npy", inputs, tokens)]
     return [Part("inputs.npy", inputs, tokens), Part("targets.npy", targets, classes)]
 
@@ -99,104 +135,68 @@ def _map(home: Path, part: Part, names: list[str]) -> Mapped:
     return replace(mapped, columns=tuple(place[name] for name in names))
 
 
-def _read_header(path: Path, kind: str) -> Table:
-    try:
-        table = Table(path, parquet.read_schema(path).names, 1) if kind == "parquet" else _read_csv_header(path)
-    except (OSError, CellError, pa.ArrowException) as error:
-        raise unreadable(path, error) from None
-    repeated = [name for name, count in Counter(table.names).items() if count > 1]
-    if repeated:
-        raise MisuseError(
-            rule="Every column of a table must have a name of its own",
-            got=f"{path} has {repeated[0]!r} more than once",
-            advice="Rename one of the two.",
-        )
-    return table
-
-
-def _read_csv_header(path: Path) -> Table:
-    """The first row of a CSV. If it is all numbers it is data, and the columns' names are their numbers."""
-    if not path.stat().st_size:
-        raise no_data(path)
-    with path.open("rb") as file:
-        first = file.readline(HEADER_BYTES)
-    try:
-        header = first.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise _not_utf8(path) from None
-    delimiter = next((mark.decode() for mark in (b",", b"\t", b";") if mark in first), ",")
-    cells = next(read_cells([header], delimiter=delimiter), [])
-    has_names = not all(_is_number(cell) for cell in cells)
-    names = [cell.strip() if has_names else str(number) for number, cell in enumerate(cells)]
-    return Table(path, names, 2 if has_names else 1, delimiter, max(BLOCK_BYTES, ROWS_PER_BLOCK * len(first)))
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell)
-    except ValueError:
-        return False
-    return True
-
-
-def _batches(table: Table, wanted: list[str], id_column: str | None) -> Iterator[pa.RecordBatch]:
-    if table.delimiter is None:
-        # without a buffer, the columns of a row group would be read whole
-        with parquet.ParquetFile(table.path, buffer_size=BLOCK_BYTES, pre_buffer=False) as file:
-            yield from file.iter_batches(batch_size=BLOCK_ROWS, columns=wanted, use_threads=False)
-        return
-    types: dict[str, Any] = dict.fromkeys(wanted, pa.float64()) | ({id_column: pa.string()} if id_column else {})
-    with csv.open_csv(
-        table.path,
-        # without threads, errors name the row
-        csv.ReadOptions(
-            use_threads=False, block_size=table.block_bytes, column_names=table.names, skip_rows=table.first_row - 1
-        ),
-        csv.ParseOptions(delimiter=table.delimiter),
-        csv.ConvertOptions(column_types=types, include_columns=wanted),
-    ) as reader:
-        yield from reader
-
-
 class _Reader:
     """Turns a table into arrays, some rows at a time. Of the ids, each is in memory once."""
 
-    def __init__(self, table: Table, parts: list[Part], id_column: str | None) -> None:
-        self.table, self.parts, self.id_column, self.rows = table, parts, id_column, 0
+    def __init__(self, table: Table, parts: list[Part], how: Rows) -> None:
+        self.table, self.parts, self.how, self.rows = table, parts, how, 0
+        self.times: Times | None = None
         self.nan: dict[str, tuple[str, str]] = {}  # place and value of the first NaN of each array
         self.series: dict[Any, int] = {}  # number of each series by its id, in the order in which they come up
 
     def convert(self, home: Path) -> dict[str, Any]:
         """Write the arrays; returns the place and the value of the first NaN of each, if it has one."""
-        wanted = list(dict.fromkeys(name for part in self.parts for name in part.names))
+        how, types = self.how, self._types()
+        forms: list[tuple[Any, ...]]
         forms = [(part.file, len(part.names) if part.range is None else None) for part in self.parts]
-        if self.id_column is not None:
-            wanted.append(self.id_column)
-            forms += [("codes.npy", None), ("places.npy", None)]
+        forms += [("places.npy", None)] if how.moved else []
+        forms += [] if how.id is None else [("codes.npy", None)]
+        forms += [] if how.time is None else [("times.npy", None, np.float64)]
         with ExitStack() as stack:
-            arrays = [stack.enter_context(Appended(home / name, width)) for name, width in forms]
+            arrays = [stack.enter_context(Appended(home / name, *form)) for name, *form in forms]
             try:
-                for batch in _batches(self.table, wanted, self.id_column):
+                for batch in read_batches(self.table, types):
                     for array, block in zip(arrays, self._blocks(batch), strict=True):
                         array.append(block)
             except pa.ArrowException as error:
-                raise _parse_error(self.table, str(error)) from None
+                raise parse_error(self.table, str(error)) from None
         if not self.rows:
             raise no_data(self.table.path)
+        borders = self._arrange(home, [home / name for name, *_ in forms if name != "codes.npy"])
+        np.save(home / "borders.npy", borders)
+        return {"nan": self.nan} | ({} if self.times is None else {"times": self.times._asdict()})
+
+    def _types(self) -> dict[str, Any]:
+        """The columns to read, and their types."""
+        how = self.how
+        names = dict.fromkeys(column_of(name, how.categories) for part in self.parts for name in part.names)
+        types: dict[str, Any] = {name: pa.string() if name in how.categories else pa.float64() for name in names}
+        if how.time is not None:
+            types[how.time] = time_type(read_schema(self.table).field(how.time).type) or pa.float64()
+        return types if how.id is None else types | {how.id: pa.string()}
+
+    def _arrange(self, home: Path, paths: list[Path]) -> Ints:
+        """Bring the rows of each series together, in the order of time, and fill them; returns the borders."""
         borders = np.array([0, self.rows], dtype=np.int64)
-        if self.id_column is not None:
-            paths = [*(home / part.file for part in self.parts), home / "places.npy"]
+        if self.how.id is not None:
             borders = group_rows(paths, home / "codes.npy", len(self.series))
             (home / "ids.json").write_text(json.dumps([*self.series], default=str))
-        np.save(home / "borders.npy", borders)
-        return {"nan": self.nan}
+        if self.how.time is not None:
+            self.times = sort_by_time(paths, home / "times.npy", borders)
+        if self.how.fill and self.parts[0].range is None:
+            fill_forward(home / self.parts[0].file, borders)
+        return borders
 
     def _blocks(self, batch: pa.RecordBatch) -> list[NDArray[Any]]:
         """The checked rows of a batch for each array."""
         blocks: list[NDArray[Any]] = [self._checked(batch, part) for part in self.parts]
-        if self.id_column is not None:
+        if self.how.moved:
             first = self.rows + self.table.first_row
-            blocks += [self._codes(batch.column(self.id_column)), np.arange(first, first + batch.num_rows)]
+            blocks.append(np.arange(first, first + batch.num_rows))
+        if self.how.id is not None:
+            blocks.append(self._codes(batch.column(self.how.id)))
+        if self.how.time is not None:
+            blocks.append(self._seconds(batch.column(self.how.time)))
         self.rows += batch.num_rows
         return blocks
 
@@ -217,13 +217,51 @@ class _Reader:
 
     def _numbers(self, batch: pa.RecordBatch, name: str) -> NDArray[np.float64]:
         """A column in float64, nulls as NaN."""
+        text = column_of(name, self.how.categories)
+        if text in self.how.categories:
+            codes = self._category(batch, text)
+            return codes if name == text else (codes == self.how.categories[text].index(name[len(text) + 1 :])) * 1.0
         column = batch.column(name)
         try:
             numbers: NDArray[np.float64] = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
         except pa.ArrowException:
-            row = next((i for i, cell in enumerate(column) if not _is_number(str(cell.as_py()))), 0)
-            raise _not_a_number(self._place(row, name), str(column[row].as_py())) from None
+            row = next((i for i, cell in enumerate(column) if not is_number(str(cell.as_py()))), 0)
+            raise not_a_number(self._place(row, name), str(column[row].as_py())) from None
         return numbers
+
+    def _category(self, batch: pa.RecordBatch, name: str) -> NDArray[np.float64]:
+        """The number of each value of a text column."""
+        values, column = self.how.categories[name], batch.column(name).cast(pa.string()).fill_null("")
+        codes: NDArray[np.float64] = (
+            pc.index_in(column, pa.array(values)).cast(pa.float64()).to_numpy(zero_copy_only=False)
+        )
+        unknown = np.flatnonzero(np.isnan(codes))
+        if len(unknown):
+            row = int(unknown[0])
+            raise MisuseError(
+                rule=f"Text in column {name!r} must be one of the {len(values)} values that the plan knows",
+                got=f"{self._place(row, name)} is {column[row].as_py()[:40]!r}",
+                advice="Correct it, or make a plan for this data.",
+            )
+        return codes
+
+    def _seconds(self, column: pa.Array) -> NDArray[np.float64]:
+        """Times as numbers: those of dates in seconds."""
+        if time_type(column.type) is not None:
+            column = pc.divide(column.cast(pa.timestamp("us")).cast(pa.int64()).cast(pa.float64()), 1e6)
+        try:
+            times: NDArray[np.float64] = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
+        except pa.ArrowException:
+            times = np.full(len(column), np.nan)
+        bad = np.flatnonzero(np.isnan(times))
+        if len(bad):
+            place, cell = self._place(int(bad[0]), str(self.how.time)), column[int(bad[0])].as_py()
+            raise MisuseError(
+                rule="Every row must have a date, such as 2024-01-31, or a number as its time",
+                got=f"{place} is {'empty' if cell is None else repr(cell)}",
+                advice="Correct it, or name another column as --time.",
+            )
+        return times
 
     def _codes(self, column: pa.Array) -> Ints:
         """The number of each row's series."""
@@ -233,7 +271,7 @@ class _Reader:
             if empty in ids:
                 raise MisuseError(
                     rule="Every row must say which series it belongs to",
-                    got=f"{self._place(int((places == ids.index(empty)).argmax()), str(self.id_column))} is empty",
+                    got=f"{self._place(int((places == ids.index(empty)).argmax()), str(self.how.id))} is empty",
                     advice="Fill the column, or name another as --id.",
                 )
         numbers = [self.series.setdefault(name, len(self.series)) for name in ids]
@@ -242,36 +280,3 @@ class _Reader:
 
     def _place(self, row: int, column: str) -> str:
         return f"{self.table.path}, row {self.rows + row + self.table.first_row:,}, column {column!r}"
-
-
-def _parse_error(table: Table, text: str) -> MisuseError:
-    """The error for what pyarrow found wrong with a CSV, with file, row and column."""
-    row = re.search(r"Row #(\d+)", text)
-    place = f"{table.path}, row {int(row[1]):,}" if row else str(table.path)
-    ragged = re.search(r"Expected (\d+) columns, got (\d+)", text)
-    if ragged:
-        return MisuseError(
-            rule=f"Every row of a table must have as many columns as the first ({ragged[1]})",
-            got=f"{place} has {ragged[2]}",
-            advice="Correct that row.",
-        )
-    cell = re.search(r"column #(\d+):.*invalid value '(.*)'", text, re.DOTALL)
-    if cell:
-        return _not_a_number(f"{place}, column {table.names[int(cell[1])]!r}", cell[2])
-    return _not_utf8(place) if "UTF8" in text else unreadable(table.path, ValueError(text))
-
-
-def _not_utf8(place: object) -> MisuseError:
-    return MisuseError(
-        rule="A table must be text in UTF-8",
-        got=f"{place} has other bytes (perhaps latin-1)",
-        advice="Convert it: iconv -f latin1 -t utf-8 old.csv > new.csv.",
-    )
-
-
-def _not_a_number(place: str, value: str) -> MisuseError:
-    return MisuseError(
-        rule="Inputs and targets must be numbers",
-        got=f"{place} is {value[:40]!r}",
-        advice="Correct it, or name the columns that are numbers as --columns and --target.",
-    )

@@ -42,6 +42,10 @@ def open_device(name: str) -> Device:
 
 def card_index(name: str) -> int | None:
     """The number of a card that is here, from `cuda` or `cuda:1`; None if the name means something else."""
+    meant = re.sub(r"^gpu(?=$|:)", "cuda", str(name).lower())
+    if meant != name and re.fullmatch(r"cpu|cuda(:\d+)?", meant):
+        rule = "A device is cpu, cuda, cuda:1 or the name of a card"
+        raise MisuseError(rule=rule, got=f"got {shown(name)}", advice=f"Did you mean {meant}?")
     if name != "cuda" and not str(name).startswith("cuda:"):
         return None
     number = re.fullmatch(r"cuda(?::(\d{1,3}))?", name)

@@ -6,6 +6,7 @@ import msgspec
 
 from oomguard._core.errors import OomguardError
 from oomguard._core.units import MAX_BYTES, format_bytes
+from oomguard._data.options import PlanData
 from oomguard._device.budget import Limit
 from oomguard._estimate.breakdown import Estimate
 from oomguard._estimate.target import Target
@@ -157,6 +158,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Fallbacks with smaller and smaller peaks, down to the smallest possible."""
     plain: Plain
     """PyTorch without oomguard, for comparison."""
+    data: PlanData | None = None
+    """The data that the plan was made for; `train` reads it if no other is given."""
     bought: tuple[LossyGain, ...] = ()
     """The gain by each lossy knob that the plan uses."""
     enough_rows: Positive | None = None

@@ -45,16 +45,26 @@ def shortfall_json(shortfall: Shortfall) -> dict[str, Any]:
 def show_result(plan: Plan, path: Path | None, console: "Console") -> None:
     """Print the result in a few lines, where the plan was written, and how to see more."""
     result, evidence = summarize(plan)
-    show_sections([msgspec.structs.replace(result, sentences=result.sentences + evidence.sentences)], console)
+    result = msgspec.structs.replace(result, sentences=result.sentences + evidence.sentences)
+    show_sections([result, *_data(plan)], console)
     if path is not None:
         say = printer(console)
         say("")
         say(f"Written to {path}. Everything about it: oomguard show {path}")
+        if plan.data is not None:
+            say(f"Run it: {train_command(plan, str(path))}")
 
 
 def explain(plan: Plan, sequences: int | None = None) -> list[Section]:
     """Everything that a plan says. `sequences` is the size of an epoch (default: as the spec's histogram)."""
-    sections = [_result(plan), _why(plan), plan_tables.memory(plan), _evidence(plan), _time(plan, sequences)]
+    sections = [
+        _result(plan),
+        *_data(plan),
+        _why(plan),
+        plan_tables.memory(plan),
+        _evidence(plan),
+        _time(plan, sequences),
+    ]
     sections += [plan_tables.lengths(plan)] if plan.buckets else []
     sections += [plan_tables.front(plan)] if plan.front else []
     return [*sections, plan_tables.fallbacks(plan), _start(plan), plan_tables.environment(plan)]
@@ -75,6 +85,20 @@ def _result(plan: Plan) -> Section:
             plain_words(plan),
         ),
     )
+
+
+def _data(plan: Plan) -> list[Section]:
+    """What was inferred from the data, if the plan was made for some."""
+    data = plan.data
+    if data is None:
+        return []
+    return [Section(title="Data" if data.path is None else f"Data: {data.path}", sentences=data.notes)]
+
+
+def train_command(plan: Plan, path: str) -> str:
+    """The command that trains the plan in a file; it names data only if the plan does not."""
+    known = plan.data is not None and plan.data.path is not None
+    return f"oomguard train {shlex.quote(path)}" + ("" if known else " --data FILE")
 
 
 def known_words(plan: Plan) -> str:
@@ -218,11 +242,12 @@ def _time(plan: Plan, sequences: int | None) -> Section:
 
 
 def _start(plan: Plan) -> Section:
-    sentences = ["The command executes the plan in plan.json on the data in FILE."]
+    command = train_command(plan, "plan.json")
+    where = "the data in FILE" if command.endswith("FILE") else "its data"
+    sentences = [f"The command executes the plan in plan.json on {where}."]
     if plan.exports:
         sentences.append("Your own training loop needs these variables for its allocator. oomguard train sets them.")
     lines = [f"export {name}={shlex.quote(value)}" for name, value in plan.exports.items()]
-    command = "oomguard train plan.json --data FILE"
     return Section(title="Start", sentences=tuple(sentences), lines=(*lines, command))
 
 

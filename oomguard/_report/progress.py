@@ -149,8 +149,10 @@ def show_training(result: "TaskResult", console: "Console") -> None:
     say(f"{why} after {result.steps:,} steps" + (f": {', '.join(losses)}." if losses else "."))
     rung = f" It ended on fallback {result.rung} of the plan." if result.rung else ""
     say(f"Measured peak: {format_bytes(result.peak_bytes)}.{rung}")
+    if result.scaled:
+        say("Inputs and targets were scaled (--normalise), and so are the losses; predictions are not.")
     if any(result.missing):
         say(f"Of all sequences, {result.missing.words()}.")
     say(f"Checkpoints, metrics and events are in {result.run}.")
     if result.ended == "interrupted":
-        say("To continue, run the same command with --resume.")
+        say(f"To continue: oomguard resume {result.run}")

@@ -32,6 +32,8 @@ def make_spec(fields: dict[str, Any]) -> Spec:
             got="it has none",
             advice='Add cell = "lstm" (or "gru", "rnn") to the file, or --model lstm to the command.',
         )
+    if isinstance(fields["cell"], str):
+        fields = fields | {"cell": fields["cell"].lower()}
     lengths = fields.get("lengths")
     if isinstance(lengths, dict):  # keys in TOML and JSON are text; one that is no number of 18 digits is refused later
         is_number = re.compile(r"\d{1,18}", re.ASCII).fullmatch

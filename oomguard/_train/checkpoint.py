@@ -12,11 +12,9 @@ Nothing is pickled: tensors are in a safetensors file, the rest is JSON.
 import hashlib
 import json
 import os
-import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -36,17 +34,15 @@ from oomguard._spec.candidate import Candidate
 from oomguard._spec.spec import Spec
 from oomguard._step import TaskTraining
 from oomguard._task.task import Task
+from oomguard._train.settings import CHECKPOINT_RULE, list_checkpoints, serial
 from oomguard._train.tensors import OptimizerState, TensorFile, file_pieces, get_state, put_state, put_weights, weights
 
 Model = Callable[[Spec], Recurrent] | str | None
 """A function from a spec to a model, or its name package.module:function; None: the model that the spec describes."""
-CHECKPOINTS, BEST = "checkpoints", "best"  # names in the directory of a run
 VERSION = 1  # Version of the format. Others are not read.
 TENSORS, FACTS, CHECKSUMS = "tensors.safetensors", "facts.json", "checksums.json"  # files of a checkpoint
 _UNFINISHED = ".unfinished-"
 """Prefix of directories that are being written or removed. The next save removes what a kill left."""
-_NAME = re.compile(r"step-\d{8,}-save-\d{4,}")
-_RULE = "Checkpoints need a readable and writable directory"
 _NOT_IN_WEIGHTS = ("seq", "lengths", "batch", "optimizer", "loss", "packed", "batch_first", "sparse_embedding")
 """Fields of a spec that do not affect the shape of the weights."""
 
@@ -104,7 +100,7 @@ def save(directory: str | os.PathLike[str], training: TaskTraining, state: Train
     )
     size = format_bytes(sum(tensor.nbytes for tensor in tensors.values()))
     advice = f"Give a directory with {size} free that you can write to. Older checkpoints are intact."
-    with file_errors(_RULE, home, advice):
+    with file_errors(CHECKPOINT_RULE, home, advice):
         path = _write(home, tensors, content)
     _remove_old(home, keep)
     return path
@@ -118,8 +114,8 @@ def _write(home: Path, tensors: dict[str, Tensor], content: Checkpoint) -> Path:
     for leftover in home.glob(f"{_UNFINISHED}*"):
         shutil.rmtree(leftover)
     # by serial number, since a step number may come back after a return to an older checkpoint
-    serial = max(map(_serial, _list(home)), default=0) + 1
-    name = f"step-{content.step:08d}-save-{serial:04d}"
+    number = max(map(serial, list_checkpoints(home)), default=0) + 1
+    name = f"step-{content.step:08d}-save-{number:04d}"
     unfinished = home / f"{_UNFINISHED}{name}"
     # not by msgspec's own encoder, which writes a loss of NaN or infinity as null
     text = json.dumps(msgspec.to_builtins(content, str_keys=True), indent=1).encode()
@@ -156,7 +152,7 @@ def checksum_of(path: Path) -> Checksum:
 
 def _remove_old(home: Path, keep: int) -> None:
     """Remove all but the newest checkpoints. A failure is only a warning, since the new one is safe."""
-    for path in _list(home)[keep:]:
+    for path in list_checkpoints(home)[keep:]:
         unfinished = path.with_name(f"{_UNFINISHED}{path.name}")
         try:
             os.replace(path, unfinished)  # first, so that half a checkpoint never has a checkpoint's name
@@ -165,21 +161,10 @@ def _remove_old(home: Path, keep: int) -> None:
             warnings.warn(f"{path}: an old checkpoint could not be removed ({error.strerror}).", stacklevel=3)
 
 
-def _list(home: Path) -> list[Path]:
-    """Directories with a checkpoint's name, newest first."""
-    with file_errors(_RULE, home), suppress(FileNotFoundError):
-        return sorted((path for path in home.iterdir() if _NAME.fullmatch(path.name)), key=_serial, reverse=True)
-    return []
-
-
-def _serial(path: Path) -> int:
-    return int(path.name.rpartition("-")[2])
-
-
 def load(directory: str | os.PathLike[str]) -> Checkpoint | None:
     """The newest complete checkpoint, or None if there is none at all. Damaged ones are skipped with a warning."""
     home, tried = Path(directory), None
-    while (listed := _list(home)) != tried:  # again if a running training removed one while it was read
+    while (listed := list_checkpoints(home)) != tried:  # again if a running training removed one while it was read
         tried = listed
         for path in listed:
             checkpoint = _open(path)

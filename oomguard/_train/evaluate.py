@@ -2,7 +2,7 @@
 
 import csv
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from oomguard._core.errors import GuardError, MisuseError
 from oomguard._core.system import file_errors
+from oomguard._data.files import BYTE_TOKENS
 from oomguard._data.loader import read_microbatch
 from oomguard._data.open import open_source
 from oomguard._data.rows import Source
@@ -27,8 +28,9 @@ from oomguard._rnn.model import Recurrent
 from oomguard._rnn.run import IGNORED
 from oomguard._spec.candidate import Candidate
 from oomguard._spec.spec import Spec
-from oomguard._train.checkpoint import BEST, CHECKPOINTS, Checkpoint, Model, TrainState, build_model, load, load_weights
+from oomguard._train.checkpoint import Checkpoint, Model, TrainState, build_model, load, load_weights
 from oomguard._train.ranks import Ranks
+from oomguard._train.settings import BEST, CHECKPOINTS, check_predicted, check_run, read_settings
 
 MOST_ROWS = 4096  # most sequences of an evaluation pass: beyond that no kernel gets faster
 Output = TypeVar("Output")
@@ -102,9 +104,7 @@ def run_prediction(
     model: Model = None,
 ) -> Array | Path:
     """All predictions as an array or in the file `output`. `options` are data options other than the training's."""
-    if output is not None and Path(output).suffix.lower() not in (".npy", ".csv"):
-        advice = "Give --output predictions.npy."
-        raise MisuseError(rule="Predictions are written as .npy or .csv", got=f"got {output!r}", advice=advice)
+    check_predicted(Path(run), data, output, options)
     checkpoint = find_checkpoint(Path(run))
     plan, state = load_spec_plan(Path(run) / "plan.json"), checkpoint.state
     spec = checkpoint.spec or plan.spec
@@ -112,6 +112,8 @@ def run_prediction(
         advice = "Leave --probabilities out."
         raise MisuseError(rule="Probabilities need classes", got="this run predicts numbers", advice=advice)
     classes = spec.loss == "cross-entropy" and not probabilities
+    if data is None:
+        data = _own_data(Path(run))
     source = _open_inputs(data, spec, state, options)
     target_device = open_device(plan.where.device if device is None else device)
     network = build_model(model or state.model, spec).to(target_device.name)
@@ -128,19 +130,17 @@ def run_prediction(
 
     blocks = in_microbatches(np.arange(len(source)), candidate.microbatch, predict)
     if output is not None and output.lower().endswith(".csv"):
-        return _write_csv(blocks, source, spec, output, classes=classes)
+        labels = labels_of(state, spec)
+        names = ["class"] if classes else columns_of(state, spec, labels)
+        return _write_csv(blocks, source, spec, output, names, labels if classes else ())
     return _write_array(blocks, source, spec, output, classes=classes)
 
 
 def find_checkpoint(run: Path) -> Checkpoint:
     """The best checkpoint of a run by validation, or the last if there was no validation."""
+    check_run(run)
     checkpoint = load(run / BEST) or load(run / CHECKPOINTS)
-    if checkpoint is None:
-        raise MisuseError(
-            rule="Predictions need a run that was trained",
-            got=f"there is no checkpoint in {run}",
-            advice="Give the directory that oomguard train has written to, such as runs/lstm-1000.",
-        )
+    assert checkpoint is not None, "load raises if all are damaged"
     return checkpoint
 
 
@@ -184,10 +184,38 @@ def _write_array(blocks: Blocks, source: Source, spec: Spec, output: str | None,
     return array if output is None else Path(output)
 
 
-def _write_csv(blocks: Blocks, source: Source, spec: Spec, output: str, *, classes: bool) -> Path:
-    """A CSV file with one line for each prediction."""
+def labels_of(state: TrainState, spec: Spec) -> Sequence[str]:
+    """The names of the classes: values of a text column, characters or bytes; none if classes are only numbers."""
+    options = state.data_options
+    if spec.loss != "cross-entropy":
+        return ()
+    for name in (options.target or ())[:1]:
+        if name in options.categories:
+            return options.categories[name]
+    if state.data.get("kind") != "text":
+        return ()
+    return str(state.data.get("vocabulary") or "".join(map(chr, range(BYTE_TOKENS))))
+
+
+def columns_of(state: TrainState, spec: Spec, labels: Sequence[str]) -> list[str]:
+    """The names of the outputs: those of the target columns, or of the classes whose probabilities they are."""
+    names = labels if spec.loss == "cross-entropy" else state.data.get("predicts", ())
+    return [names[i] if i < len(names) else f"output{i}" for i in range(spec.classes)]
+
+
+def _own_data(run: Path) -> str:
+    settings = read_settings(run)
+    if settings is None or settings.data is None:
+        advice = "Add --data with a file in the form of the training data."
+        raise MisuseError(rule="Predictions need data", got=f"{run} does not name a file", advice=advice)
+    return settings.data
+
+
+def _write_csv(
+    blocks: Blocks, source: Source, spec: Spec, output: str, columns: list[str], labels: Sequence[str]
+) -> Path:
+    """A CSV file with one line for each prediction, classes by their names if they have any."""
     names, origin = source.origins()
-    columns = ["class"] if classes else [f"output{i}" for i in range(spec.classes)]
     per_step = spec.head == "per-step"
     with _open_output(output) as file:
         writer = csv.writer(file, lineterminator="\n")
@@ -197,7 +225,10 @@ def _write_csv(blocks: Blocks, source: Source, spec: Spec, output: str, *, class
             for number, predictions in zip(sequences.tolist(), steps, strict=True):
                 first = [number, *origin(number)]
                 for step in range(int(source.lengths[number]) if per_step else 1):
-                    writer.writerow([*first, *([step] if per_step else []), *predictions[step].tolist()])
+                    cells = predictions[step].tolist()
+                    if labels:
+                        cells = [labels[cell] if cell < len(labels) else cell for cell in cells]
+                    writer.writerow([*first, *([step] if per_step else []), *cells])
     return Path(output)
 
 

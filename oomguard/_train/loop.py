@@ -31,10 +31,11 @@ from oomguard._rnn.model import Recurrent
 from oomguard._spec.candidate import Candidate
 from oomguard._step import Outcome, TaskTraining, Training, accumulate, no_gradient_left, update
 from oomguard._train import TrainOptions, learning_rate
-from oomguard._train.checkpoint import BEST, CHECKPOINTS, Model, TrainState, save
+from oomguard._train.checkpoint import Model, TrainState, save
 from oomguard._train.evaluate import evaluation_candidate, validate
 from oomguard._train.metrics import Metrics
 from oomguard._train.ranks import Ranks
+from oomguard._train.settings import BEST, CHECKPOINTS, RunSettings
 from oomguard._train.task_data import MadeBatches, TaskBatch, TaskLoader
 
 
@@ -54,9 +55,13 @@ class TrainConfig(RunConfig):
     """The same for the model of a spec, with its data."""
 
     plan: Plan
-    data_options: DataOptions
+    settings: RunSettings
     data: Data
     model: Model = None
+
+    @property
+    def data_options(self) -> DataOptions:
+        return self.settings.options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +93,7 @@ class TaskResult:
     peak_bytes: int  # largest peak of this process
     model: nn.Module  # the model after the last step
     missing: Missing  # how many sequences were cut or left out
+    scaled: bool = False  # whether targets, and so losses, have mean 0 and standard deviation 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +172,7 @@ class Trainer(ABC):
             peak_bytes=self.guard.watch.peak_bytes,
             model=self.training.model,
             missing=self.missing,
+            scaled=self.state.normaliser is not None and self.state.normaliser.target_mean is not None,
         )
 
     def _run_batches(self) -> None:

@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from oomguard._core.errors import MisuseError, TornUpdateError, flag, shown
+from oomguard._data.infer import complete
 from oomguard._data.loader import Loader, size_loader
 from oomguard._data.open import check_data, open_data
 from oomguard._data.options import DataOptions
@@ -25,12 +26,13 @@ from oomguard._plan.task_value import TaskPlan
 from oomguard._plan.value import Plan
 from oomguard._step import Training, make_optimizer, prepare
 from oomguard._train import TrainOptions
-from oomguard._train.checkpoint import CHECKPOINTS, Checkpoint, Model, TrainState, build_model, load, name_of, restore
+from oomguard._train.checkpoint import Checkpoint, Model, TrainState, build_model, load, name_of, restore
 from oomguard._train.loop import Result, RunConfig, SpecTrainer, TaskResult, TrainConfig, Trainer, TrainProgress
 from oomguard._train.ranks import join
+from oomguard._train.settings import CHECKPOINTS, settle, write_settings
 
 SHARED_MEMORY = Path("/dev/shm")  # where processes share memory on Linux
-_MAY_CHANGE = {"--workers", "--cache", "--format", "--nan", "--targets", "path", "targets"}
+_MAY_CHANGE = {"--workers", "--cache", "--format", "--nan", "--targets", "path", "targets", "predicts"}
 """Data options and descriptions that may differ after a resume. A description shows what such an option changes, and
 files may have moved."""
 Config = TypeVar("Config", bound=RunConfig)
@@ -39,17 +41,24 @@ Config = TypeVar("Config", bound=RunConfig)
 def run_training(
     plan: Plan,
     data: Any,
-    options: TrainOptions,
-    data_options: DataOptions,
+    given: dict[str, Any],
     model: Model = None,
     progress: Callable[[TrainProgress], None] | None = None,
 ) -> Result:
-    """Run a plan on data; with `options.resume`, from the newest checkpoint of the run."""
-    directory = Path(options.run or f"runs/{plan.spec.cell}-{plan.spec.steps}")
+    """Run a plan on data (None: that of the plan), with some fields of `TrainOptions` and `DataOptions`.
+
+    With `resume`, it goes on from the newest checkpoint of the run.
+    """
+    settings = settle(plan, data, name_of(model), given)
+    data, options, data_options = settings.data if data is None else data, settings.train, settings.options
+    directory = Path(str(options.run))
     _check(plan, options, data_options)
+    if not settings.known:
+        data_options = complete(data, data_options)
+    model = settings.model if model is None else model
     check_environment(plan)
     with join(plan.where.device, plan.spec) as ranks:
-        checkpoint = find_start(directory, resume=options.resume)
+        checkpoint = load(directory / CHECKPOINTS)
         ranks.agree([0])  # no process writes a checkpoint before all have looked for one
         opened = open_data(data, plan.spec, data_options, None if checkpoint is None else checkpoint.state.normaliser)
         if checkpoint is None:  # otherwise the data was checked at the start of the run
@@ -57,11 +66,16 @@ def run_training(
         config = TrainConfig(
             plan=plan,
             options=options,
-            data_options=data_options,
             data=opened,
             directory=directory,
             ranks=ranks,
             model=model,
+            settings=msgspec.structs.replace(
+                settings,
+                data=None if settings.data is None else os.path.abspath(settings.data),
+                options=data_options,
+                known=True,
+            ),
             progress=progress,
         )
         result = run_from(config, checkpoint, _trainer)
@@ -139,6 +153,8 @@ def _trainer(config: TrainConfig, checkpoint: Checkpoint | None) -> Trainer:
     training = _training(config, device)
     if checkpoint is not None:
         restore(checkpoint, training)
+    if ranks.first:
+        write_settings(config.directory, config.settings)
     trainer = SpecTrainer(config, training, _loader(config, device), make_guard(config, device, state), state)
     begin(trainer, resumed=checkpoint is not None)
     if checkpoint is None and any(data.missing):

@@ -232,7 +232,7 @@ def test_an_array_of_lengths_is_read_from_a_file(tmp_path: Path, capsys: Capture
 def test_nothing_that_fits_ends_with_1_and_leaves_an_old_plan_alone(tmp_path: Path, capsys: Capture) -> None:
     old = tmp_path / "old.json"
     old.write_text("old")
-    assert run([*HOPELESS.split(), "--output", str(old)]) == 1
+    assert run([*HOPELESS.split(), "--output", str(old), "--force"]) == 1
     out, err = capsys.readouterr()
     assert out.startswith("NOTHING FITS: lstm 64 → 2048 × 2 layers, T = 100,000, batch 32 on t4\n")
     assert "The largest obstacle is the term " in out
@@ -496,3 +496,37 @@ def test_a_path_that_is_wider_than_the_terminal_stays_whole() -> None:
     buffer = io.StringIO()
     printer(Console(file=buffer, width=40))(f"Written to {path}.")
     assert f"{path}." in buffer.getvalue().splitlines()
+
+
+def test_a_plan_and_a_report_replace_a_file_only_by_force(tmp_path: Path, capsys: Capture) -> None:
+    words = ["plan", "--model", "gru", "--seq", "50", "--device", "t4", "--output", str(tmp_path / "p.json")]
+    assert run(words) == 0
+    assert run(words) == 2
+    assert "--output must be a new file" in capsys.readouterr().err
+    assert run([*words, "--force"]) == 0
+    page = ["show", str(tmp_path / "p.json"), "--html", str(tmp_path / "p.html")]
+    (tmp_path / "p.html").write_text("mine")
+    assert run(page) == 2
+    assert "--html must be a new file" in capsys.readouterr().err
+    assert run([*page, "--force"]) == 0
+
+
+@pytest.mark.parametrize("seq", ["10k", "10,000", "10_000", "10K"])
+def test_numbers_may_be_written_in_several_ways(seq: str, capsys: Capture) -> None:
+    assert run(["estimate", "--model", "GRU", "--seq", seq, "--device", "t4", "--hidden", "8"]) in (0, 1)
+    assert "T = 10,000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ("--budget 6", "Did you mean 6GiB?"),
+        ("--device gpu", "Did you mean cuda?"),
+        ("--device GPU:1", "Did you mean cuda:1?"),
+        ("--device CPU", "Did you mean cpu?"),
+        ("--seq 1,00", "a whole number"),
+    ],
+)
+def test_values_that_may_mean_another_are_asked_back(words: str, advice: str, capsys: Capture) -> None:
+    assert run(["estimate", "--model", "gru", *([] if "--seq" in words else ["--seq", "9"]), *words.split()]) == 2
+    assert advice in capsys.readouterr().err

@@ -51,6 +51,27 @@ def test_as_json_it_is_one_document(here: Path, capsys: pytest.CaptureFixture[st
     assert (document["run"], document["steps"], document["ended"], document["rung"]) == ("runs/gru-6", 3, "done", 0)
 
 
+def test_predictions_replace_a_file_only_by_force(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "plan.json", "--data", "data.npy", "--run", "r", "--steps", "1"]) == 0
+    (here / "p.npy").write_text("mine")
+    assert run(["predict", "r", "--output", "p.npy"]) == 2
+    assert "--output must be a new file, but p.npy exists. Add --force" in capsys.readouterr().err
+    assert (here / "p.npy").read_text() == "mine"
+    assert run(["predict", "r", "--output", "p.npy", "--force"]) == 0
+    assert np.load(here / "p.npy").shape == (40, 6, 1)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["train plan.json --data nowhere.npy", "train plan.json --lr x", "predict nowhere", "predict r --data nowhere.npy"],
+)
+def test_misuse_is_told_without_importing_torch(here: Path, words: str) -> None:
+    call = f"import sys; from oomguard._cli.app import run; code = run({words.split()!r})"
+    check = "assert 'torch' not in sys.modules; sys.exit(code)"
+    done = subprocess.run([sys.executable, "-c", f"{call}; {check}"], cwd=here, capture_output=True, check=False)
+    assert done.returncode == 2, done.stderr
+
+
 def test_a_run_is_taken_up_and_used(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words in ("--steps 2", "--steps 4 --resume"):
         assert run(f"train plan.json --data data.npy --run r {words}".split()) == 0
@@ -72,7 +93,7 @@ def test_a_table_is_read_as_the_flags_say(here: Path) -> None:
     ("words", "message"),
     [
         ("train", "oomguard train needs a plan file"),
-        ("train plan.json", "oomguard train needs data"),
+        ("train plan.json", "Training needs data"),
         ("train plan.json --data nowhere.npy", "nowhere.npy is not (there is no such file)"),
         ("train plan.json --data data.npy --validation 2", "--validation must be a share"),
         ("train plan.json --data data.npy --lr fast", "--lr must be a number above 0"),
@@ -160,7 +181,11 @@ def test_a_damaged_checkpoint_is_one_line(here: Path, capsys: pytest.CaptureFixt
 def test_every_option_has_its_flag() -> None:
     names = {flag.name for flag in (*DATA, *TRAINED)}
     options = {*TrainOptions.__struct_fields__, *DataOptions.__struct_fields__}
-    assert names - {"data", "model"} == options - {"limit", "inputs_only"}  # for Python alone, and for predict
+    assert names - {"data", "model"} == options - {
+        "limit",
+        "inputs_only",
+        "categories",
+    }  # not given by flags
 
 
 def test_the_schedules_are_those_that_the_help_names() -> None:
@@ -233,7 +258,7 @@ def test_an_interrupted_run_says_how_to_go_on() -> None:
         show_training(Result(run=Path("r"), model=None, missing=Missing(), **fields), console)  # type: ignore[arg-type]
     assert "Interrupted after 3 steps: loss 0.5." in captured.get()
     assert "fallback 2" in captured.get()
-    assert "--resume" in captured.get()
+    assert "oomguard resume r" in captured.get()
 
 
 def test_the_progress_of_a_training_is_one_line() -> None:

@@ -198,10 +198,16 @@ def test_a_dataset_is_not_split_by_time() -> None:
         open_data(Listed(pairs(2, 2)), spec(), DataOptions(split="time"))
 
 
-@pytest.mark.parametrize("table", [{"a": [1]}, pandas.DataFrame({"a": [1], "b": [2]})], ids=["dict", "frame"])
-def test_a_table_in_memory_is_refused_with_what_to_do(table: Any) -> None:
-    with pytest.raises(MisuseError, match=r"got a (dict|DataFrame)\. Write it to a file.*to_parquet"):
-        open_source(table, spec())
+@pytest.mark.parametrize("form", [dict, pandas.DataFrame], ids=["dict", "frame"])
+def test_a_table_in_memory_is_read_like_a_file(form: Any) -> None:
+    source = open_source(form({"a": [1, 2], "b": [3, 4], "y": [5, 6]}), spec())
+    assert inputs_of(source) == [[[1, 3], [2, 4]]]
+    assert targets_of(source) == [[[5], [6]]]
+
+
+def test_a_table_with_columns_of_several_axes_is_refused() -> None:
+    with pytest.raises(MisuseError, match="columns of one axis and one length"):
+        open_source({"x": np.zeros((3, 4, 2)), "y": np.zeros(3)}, spec())
 
 
 def test_tensors_may_have_a_gradient() -> None:

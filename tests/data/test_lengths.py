@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from oomguard._cli.flags import CUT
 from oomguard._core.errors import MisuseError
-from oomguard._data.open import MAX_LENGTHS, histogram, open_source, read_lengths, spec_from_data
+from oomguard._data.infer import spec_from_data
+from oomguard._data.open import MAX_LENGTHS, histogram, open_source, read_lengths
 from oomguard._data.options import CUTTING, DataOptions
 from oomguard._spec.spec import Spec
 
@@ -27,13 +28,13 @@ def test_a_source_has_a_histogram_that_a_spec_takes() -> None:
 def test_data_from_python_gives_a_spec_its_lengths(data: Any) -> None:
     given = data if isinstance(data, np.ndarray) else [(each[:, :2], each[:, 2]) for each in data]
     fields = {"cell": "gru", "features": 2, "hidden": 4, "batch": 4}
-    planned = spec_from_data(fields, given, DataOptions())
+    planned, _ = spec_from_data(fields, given, DataOptions())
     assert planned == spec(seq=9, lengths={9: 2} if isinstance(data, np.ndarray) else {3: 1, 9: 1})
 
 
 def test_options_that_decide_on_the_sequences_are_flags_of_a_plan() -> None:
     assert {*CUTTING} <= {*DataOptions.__struct_fields__}
-    assert {flag.name for flag in CUT[1:]} == {*CUTTING} - {"limit"}
+    assert {flag.name for flag in CUT[1:]} == {*CUTTING} - {"limit", "categories"}
 
 
 def test_close_lengths_are_counted_together() -> None:

@@ -13,7 +13,7 @@ from data.making import inputs_of, spec, targets_of, tokens, written
 from pyarrow import parquet
 
 from oomguard._core.errors import MisuseError
-from oomguard._data import source, tables
+from oomguard._data import parse, series, source, tables
 from oomguard._data.open import open_source
 from oomguard._data.options import DataOptions
 
@@ -52,9 +52,9 @@ def test_rows_of_one_id_are_one_series_wherever_they_stand(tmp_path: Path, kind:
 
 
 def test_rows_are_brought_together_over_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "BLOCK_BYTES", 200)
-    monkeypatch.setattr(tables, "ROWS_PER_BLOCK", 1)
-    monkeypatch.setattr(source, "CHUNK_ROWS", 16)
+    monkeypatch.setattr(parse, "BLOCK_BYTES", 200)
+    monkeypatch.setattr(parse, "ROWS_PER_BLOCK", 1)
+    monkeypatch.setattr(series, "CHUNK_ROWS", 16)
     monkeypatch.setattr(source, "CHUNK_ELEMENTS", 16)
     rng = np.random.default_rng(0)
     ids = rng.integers(0, 7, 500)
@@ -128,7 +128,7 @@ def test_a_table_is_converted_once_and_again_when_it_changes(tmp_path: Path, mon
     path = written(tmp_path / "t.csv", "a,b,y\n1,2,3\n")
     assert inputs_of(open_source(path, spec())) == [[[1, 2]]]
     with monkeypatch.context() as patch:
-        patch.delattr(tables, "_batches")  # nothing is read anew
+        patch.delattr(tables, "read_batches")  # nothing is read anew
         assert inputs_of(open_source(path, spec())) == [[[1, 2]]]
     written(path, "a,b,y\n7,8,9\n5,5,5\n")
     assert inputs_of(open_source(path, spec())) == [[[7, 8], [5, 5]]]
@@ -196,8 +196,8 @@ def test_a_table_in_another_encoding_is_refused_with_what_to_do(tmp_path: Path, 
 
 
 def test_rows_are_counted_over_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "BLOCK_BYTES", 100)
-    monkeypatch.setattr(tables, "ROWS_PER_BLOCK", 1)
+    monkeypatch.setattr(parse, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(parse, "ROWS_PER_BLOCK", 1)
     path = written(tmp_path / "t.csv", "a,b,y\n" + "1,2,3\n" * 98 + "1,word,3\n")
     with pytest.raises(MisuseError, match=r"row 100, column 'b' is 'word'"):
         open_source(path, spec())

@@ -288,7 +288,7 @@ EXIT_LINES = (
     f"probe {TINY} --budget 1MiB",
     "probe --model lstm",
     "plan --model lstm --seq 100 --device t4 --output {home}/p.json",
-    "plan --model lstm --seq 100 --device t4 --budget 10MiB --output {home}/p.json",
+    "plan --model lstm --seq 100 --device t4 --budget 10MiB --output {home}/none.json",
     "plan --model lstm",
     "show {plan}",
     "show {home}/nowhere.json",

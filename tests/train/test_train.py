@@ -46,6 +46,7 @@ from oomguard._train.checkpoint import load
 from oomguard._train.evaluate import evaluation_candidate
 from oomguard._train.loop import Result, TrainConfig
 from oomguard._train.ranks import Ranks
+from oomguard._train.settings import RunSettings
 
 SHORT = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
 
@@ -358,9 +359,8 @@ def make_loader(monkeypatch: pytest.MonkeyPatch, shared_bytes: int, ranks: Ranks
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=shared_bytes))
     plan, options = plan_of(), DataOptions(**asked)
     data = open_data(numbers(), plan.spec, options)
-    config = TrainConfig(
-        plan=plan, options=TrainOptions(), data_options=options, data=data, directory=Path(), ranks=ranks
-    )
+    settings = RunSettings(options=options)
+    config = TrainConfig(plan=plan, options=settings.train, settings=settings, data=data, directory=Path(), ranks=ranks)
     return start._loader(config, cast(Any, SimpleNamespace(name=device)))
 
 
