@@ -187,7 +187,7 @@ class Repeats(NamedTuple):
 def repeats(*kind: str | bool, settled: bool) -> Repeats:
     """How the peaks of a kind repeat after a first run of few passes or (`settled`) of many."""
     by_share = bool(kind[-1]) or kind[0] == "cuda"
-    if kind[0] == "cuda":
-        return Repeats(_deviation(enough("nearest", *kind)) / math.sqrt(2), CARD_CREEP, by_share)
+    if kind[0] == "cuda":  # its allocator reserves in leaps: those of both candidates of a difference count
+        return Repeats(_deviation(enough("nearest", *kind)), CARD_CREEP, by_share)
     grown = enough(("settled" if settled else "few") + ("" if by_share else "_mib"), *kind)
     return Repeats(_deviation(grown) / math.sqrt(2), max(0.0, quantile(grown, RISK)), by_share)
