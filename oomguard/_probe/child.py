@@ -182,6 +182,8 @@ class Server:
 
     def _is_as_new(self, now: Reading, request: AnyRequest) -> bool:
         """Whether the memory of this process is back where it was, as far as the next peak could tell."""
+        if isinstance(request, TaskRequest):  # what was left raised the next peak by 0.6 to 1.7 MiB, up to 3 %
+            return False
         if self.base_bytes is None:  # the candidate was refused before anything ran
             return True
         if self.committed_bytes is None:
