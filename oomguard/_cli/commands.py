@@ -168,7 +168,6 @@ def _plan(*, device: str = "cpu", output: str = "plan.json", json: bool = False,
     - oomguard plan --model lstm --seq 10000
     - oomguard plan --preset char-lm --device a100-80gb --maximize throughput,seq
     - oomguard plan --model lstm --data sales.csv --id shop --target sales
-    - oomguard plan --model spec.toml --data sales.csv --id shop --ledger runs
     - oomguard plan --model package.module:task --budget 6GiB
 
     Exit codes: 0 a plan was written, 1 nothing fits (with advice), 2 wrong usage.
@@ -311,7 +310,7 @@ def _tradeoffs(*, output: str | None = None, json: bool = False, **values: Any) 
     - oomguard tradeoffs --model lstm --seq 10000 --device a100-80gb
     - oomguard tradeoffs --plan plan.json --output tradeoffs.html
     - oomguard tradeoffs --model gru --over seq=1000..64000*2 --over segments=1,16
-    - oomguard tradeoffs --model package.module:task --output tradeoffs.csv
+    - oomguard tradeoffs --model package.module:task --seq 1000 --output tradeoffs.csv
 
     Exit codes: 0 something fits, 1 nothing fits, 2 wrong usage.
     """

@@ -170,10 +170,10 @@ def segments(subject: Subject) -> Curve:
 
 
 def _plain_mark(subject: Subject, sweep: pd.DataFrame) -> list[Mark]:
-    """The peak of plain PyTorch, unless it is that of one piece, where the line begins."""
-    plain = subject.plain_bytes
-    close = abs(plain / sweep.peak_bytes[0] - 1) <= ALIKE
-    return [] if close else [Mark(text=f"plain PyTorch {format_bytes(plain)}", y=plain / GIB)]
+    """The peak of plain PyTorch, if that is on the chart and not where the line begins."""
+    plain, whole = subject.plain_bytes, int(sweep.peak_bytes[0])
+    shown = plain < (1 - ALIKE) * whole
+    return [Mark(text=f"plain PyTorch {format_bytes(plain)}", y=plain / GIB)] if shown else []
 
 
 def segments_sweep(subject: Subject, levels: int = 1) -> pd.DataFrame:

@@ -21,7 +21,7 @@ from oomguard._estimate.margins import SETTLED, sigmas
 from oomguard._predict.calibration import Kind, kind_of
 from oomguard._predict.fit import Floats
 from oomguard._probe.record import Record
-from oomguard._search.screen import CandidateTable, Ints, Mask, least, paired, rows_of, screen
+from oomguard._search.screen import SETTING, SHAPE, CandidateTable, Ints, Mask, least, paired, rows_of, screen
 from oomguard._search.space import WORTH, Problem, lossy
 from oomguard._spec.candidate import Candidate, make_candidate
 from oomguard._spec.lengths import longest_that_fits, same_model, shorten
@@ -135,7 +135,8 @@ def _promising(state: State, table: CandidateTable) -> Iterator[tuple[int, int]]
         return
     chance = np.where(table.eligible, 1.0, _chance(state, table))
     for probe in state.pending:  # what others are running is not run twice, nor longer at the same time
-        chance = np.where(rows_of(probe, table), 0.0, chance)
+        same = rows_of(probe, table) | table.like(probe.candidate, *SETTING, *SHAPE)  # as many pieces, or as long ones
+        chance = np.where(same, 0.0, chance)
     gains, versions = [], (short, np.full(len(table), whole))
     for steps in versions:
         shorter = table.calibration.time_places(table.estimate, steps)

@@ -51,10 +51,10 @@ def test_both_sides_are_normalised_by_it_when_read() -> None:
     assert data.train[0][0].dtype == np.float32
 
 
-def test_targets_are_normalised_only_if_asked() -> None:
+def test_targets_are_normalised_unless_only_inputs_are_asked_for() -> None:
     whole = noise(200, 3)
-    plain = open_data(whole, spec(), DataOptions(validation=0)).train
-    both = open_data(whole, spec(), DataOptions(validation=0, normalise="both"))
+    plain = open_data(whole, spec(), DataOptions(validation=0, normalise="inputs")).train
+    both = open_data(whole, spec(), DataOptions(validation=0))
     assert plain[0][1].mean() > 900
     assert abs(both.train[0][1].mean()) < 5
     assert both.normaliser is not None

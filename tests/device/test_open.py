@@ -27,7 +27,13 @@ def test_the_cpu_is_opened_by_its_name() -> None:
     assert open_device("cpu") == Cpu()
 
 
-@pytest.mark.parametrize("name", ["gpu", "a100-80gb", "", "CPU"])
+@pytest.mark.parametrize(("name", "meant"), [("gpu", "cuda"), ("CPU", "cpu")])
+def test_a_device_that_is_nearly_named_is_asked_back(name: str, meant: str) -> None:
+    with pytest.raises(MisuseError, match=f"Did you mean {meant}?"):
+        open_device(name)
+
+
+@pytest.mark.parametrize("name", ["a100-80gb", ""])
 def test_a_device_that_is_not_here_is_refused(name: str) -> None:
     with pytest.raises(MisuseError, match="A run needs a device that is here: cpu, cuda or cuda:1"):
         open_device(name)

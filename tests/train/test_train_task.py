@@ -564,7 +564,7 @@ def test_the_command_plans_trains_and_resumes_a_task(tmp_path: Path) -> None:
         ("train plan.json --model task.trained:task --data x.npy", "A task has its own data"),
         ("train plan.json --model task.models:word_model", "it is for task.trained:task"),
         ("train plan.json --model task.trained:loss", "task.trained:loss"),
-        ("train spec.json --model task.trained:task", "oomguard train needs data"),
+        ("train spec.json --model task.trained:task", "Training needs data"),
         ("train spec.json --data x.npy --model task.trained:task", "this plan is for a spec"),
         ("train spec.json --data x.npy --budget 3GiB", "The plan of a spec has its own budget"),
     ],
