@@ -180,8 +180,9 @@ def _order(source: Source, options: DataOptions) -> list[str]:
         return []
     notes = [f"Rows are sorted by {options.time}" + ("." if times["sorted"] else "; in the file they are not.")]
     if times["gaps"]:
+        gaps = "is 1 gap" if times["gaps"] == 1 else f"are {times['gaps']:,} gaps"
         usual, longest = format_seconds(times["interval"]), format_seconds(times["longest"])
-        notes.append(f"There are {times['gaps']:,} gaps of more than {usual}, the longest {longest}.")
+        notes.append(f"There {gaps} of more than {usual}, the longest {longest}.")
     if times["repeated"]:
         which = "" if options.id is not None else " If they are several series, name their column as --id."
         notes.append(f"{times['repeated']:,} rows have the same {options.time} as the one before.{which}")

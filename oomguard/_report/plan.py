@@ -76,10 +76,12 @@ def summarize(plan: Plan) -> list[Section]:
 
 
 def _result(plan: Plan) -> Section:
+    lossy = [f"{knob.replace('_', ' ')} {getattr(plan.candidate, knob)}" for knob in plan.candidate.lossy]
     peak = f"Peak {format_bytes(plan.peak_bytes)} of {format_bytes(plan.budget_bytes)} ({known_words(plan)})"
     return Section(
         title=f"Plan for {task_words(plan.spec, plan.where.device)}",
         sentences=(
+            *([f"The gradient is not exact: {', '.join(lossy)}."] if lossy else []),
             sentence(candidate_words(plan.candidate)),
             ", ".join([peak, *_speed(plan)]) + ".",
             plain_words(plan),
