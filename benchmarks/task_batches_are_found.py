@@ -7,7 +7,8 @@ with few steps and claims nothing. A batch is trained in one pass. All contender
 and limit, one thread and the heap setting `tight`:
 
 - the true maximum, by bisection with probes, until one more row does not run within the budget;
-- oomguard, with `maximize="batch"` and without segments;
+- oomguard, with `maximize="batch"` and without segments; the peak of its batch is compared with what was predicted
+  before that batch ran;
 - Lightning's Tuner.scale_batch_size with binary search, and accelerate's find_executable_batch_size from 2,048 rows.
 
 The budget limits resident bytes. The rivals find the limit only by an error, so for them allocations fail beyond the
@@ -24,6 +25,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 from finders import RECOGNISED, STEPS, is_installed
@@ -44,6 +46,8 @@ START = 2048  # rows that accelerate starts from
 RIVALS = {"lightning": "pytorch-lightning", "accelerate": "accelerate"}
 RIVAL_SECONDS = 600.0
 MAX_PROBES, MIN_SHARE = 3, 0.96
+MEDIAN_ERROR, WORST_ERROR = 0.015, 0.06
+"""Of the peak that the trace and the probes before it predict for the batch that is found."""
 COLUMNS, WIDTHS = ("", "found", "of max", "trials", "OOMs", "seconds"), (24, 6, 7, 6, 5, 8)
 KNOBS: dict[str, Any] = {"threads": 1, "allocator": "tight"}
 
@@ -78,6 +82,9 @@ def run_case(name: str, steps: int | None, budget_bytes: int, rivals: list[str])
     how: dict[str, Any] = {"maximize": "batch", "segments": 1, "steps": steps, "timeout": 600}
     plan = oomguard.find_feasible_config(CASES[name].task(), budget=budget_bytes, **how, **KNOBS)
     own = {"found": plan.batch, "trials": len(plan.records), "ooms": plan.ooms, "seconds": time.monotonic() - began}
+    assert plan.record is not None
+    assert plan.record.peak_bytes is not None
+    own |= {"error": plan.expected.peak_bytes / plan.record.peak_bytes - 1, "before": len(plan.records) - 1}
     maximum, probes = largest(name, steps, budget_bytes, plan.batch)
     case = {"case": name, "budget_bytes": budget_bytes, "maximum": maximum, "bisection": probes, "oomguard": own}
     border = find("plain", name, steps, start=maximum) if rivals else {}
@@ -266,12 +273,17 @@ def main() -> None:
         finished.append(run_case(name, steps, budget_bytes, rivals))
         show(finished[-1])
     own = [case["oomguard"] for case in finished]
+    errors = [abs(one["error"]) for one in own]
     share = min(case["oomguard"]["found"] / case["maximum"] for case in finished)
     probes, ooms = max(one["trials"] for one in own), sum(one["ooms"] for one in own)
     claims = {
         f"at most {MAX_PROBES} probes (most: {probes})": probes <= MAX_PROBES,
         f"no probe runs out of memory or over the budget ({ooms})": ooms == 0,
         f"at least {MIN_SHARE:.0%} of the maximum (least: {share:.1%})": share >= MIN_SHARE,
+        f"before it runs, the peak of that batch is predicted with a median error of at most {MEDIAN_ERROR:.1%} "
+        f"({median(errors):.1%}), {WORST_ERROR:.0%} in the worst case ({max(errors):.1%})": (
+            median(errors) <= MEDIAN_ERROR and max(errors) <= WORST_ERROR
+        ),
     }
     figures = {"least_share": share, "most_probes": probes, "ooms": ooms, "cases": finished}
     whole = args.cases >= len(BUDGETS_MIB) and not args.smoke
