@@ -310,7 +310,7 @@ def _tradeoffs(*, output: str | None = None, json: bool = False, **values: Any) 
     - oomguard tradeoffs --model lstm --seq 10000 --device a100-80gb
     - oomguard tradeoffs --plan plan.json --output tradeoffs.html
     - oomguard tradeoffs --model gru --over seq=1000..64000*2 --over segments=1,16
-    - oomguard tradeoffs --model package.module:task --seq 1000 --output tradeoffs.csv
+    - oomguard tradeoffs --model package.module:task --seq 1000
 
     Exit codes: 0 something fits, 1 nothing fits, 2 wrong usage.
     """

@@ -150,7 +150,7 @@ def show_training(result: "TaskResult", console: "Console") -> None:
     rung = f" It ended on fallback {result.rung} of the plan." if result.rung else ""
     say(f"Measured peak: {format_bytes(result.peak_bytes)}.{rung}")
     if result.scaled:
-        say("Inputs and targets were scaled (--normalise), and so are the losses; predictions are not.")
+        say("Inputs and targets were scaled (--normalise), and so are the losses.")
     if any(result.missing):
         say(f"Of all sequences, {result.missing.words()}.")
     say(f"Checkpoints, metrics and events are in {result.run}.")
