@@ -84,7 +84,7 @@ def run_case(name: str, steps: int | None, budget_bytes: int, rivals: list[str])
     own = {"found": plan.batch, "trials": len(plan.records), "ooms": plan.ooms, "seconds": time.monotonic() - began}
     assert plan.record is not None
     assert plan.record.peak_bytes is not None
-    own |= {"error": plan.expected.peak_bytes / plan.record.peak_bytes - 1, "before": len(plan.records) - 1}
+    own |= {"peak_error": plan.expected.peak_bytes / plan.record.peak_bytes - 1, "before": len(plan.records) - 1}
     maximum, probes = largest(name, steps, budget_bytes, plan.batch)
     case = {"case": name, "budget_bytes": budget_bytes, "maximum": maximum, "bisection": probes, "oomguard": own}
     border = find("plain", name, steps, start=maximum) if rivals else {}
@@ -273,7 +273,7 @@ def main() -> None:
         finished.append(run_case(name, steps, budget_bytes, rivals))
         show(finished[-1])
     own = [case["oomguard"] for case in finished]
-    errors = [abs(one["error"]) for one in own]
+    errors = [abs(one["peak_error"]) for one in own]
     share = min(case["oomguard"]["found"] / case["maximum"] for case in finished)
     probes, ooms = max(one["trials"] for one in own), sum(one["ooms"] for one in own)
     claims = {
