@@ -47,7 +47,7 @@ RIVALS = {"lightning": "pytorch-lightning", "accelerate": "accelerate"}
 RIVAL_SECONDS = 600.0
 MAX_PROBES, MIN_SHARE = 3, 0.96
 MEDIAN_ERROR, WORST_ERROR = 0.015, 0.06
-"""Of the peak that the trace and the probes before it predict for the batch that is found."""
+"""Largest errors of the predicted peak of the batch that is found, before that batch has run."""
 COLUMNS, WIDTHS = ("", "found", "of max", "trials", "OOMs", "seconds"), (24, 6, 7, 6, 5, 8)
 KNOBS: dict[str, Any] = {"threads": 1, "allocator": "tight"}
 

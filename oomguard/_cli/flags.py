@@ -139,7 +139,7 @@ TRAINED = [
     Flag("model", "NAME", "A task of your own, package.module:task, or a function that builds the model of a spec."),
 ]
 TASK_PLANNED = [*HERE, *(flag for flag in SPEC_FIELDS if flag.name in ("seq", "batch"))]
-"""What a task that has no plan is planned for before its training."""
+"""Flags for the plan that `train` makes of a task that has none."""
 RESUMED = [flag for flag in TRAINED if flag.name not in ("run", "resume")]
 PREDICTED = [
     Flag("output", "FILE", "File for the predictions, .npy or .csv (default: predictions.npy)."),

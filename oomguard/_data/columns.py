@@ -31,7 +31,7 @@ class Inferred:
     notes: tuple[str, ...] = ()
 
     def with_fields(self, **found: Any) -> "Inferred":
-        """The same with fields that were not given."""
+        """Return a copy with these fields, except those that the user gave."""
         return replace(self, fields=found | self.fields)
 
 

@@ -1,4 +1,4 @@
-"""What the data says of the model: its features, outputs, vocabulary, head, loss and lengths.
+"""Inference of a model from its data: features, outputs, vocabulary, head, loss and lengths.
 
 All that is given stays as it is, and is checked when the data is opened.
 """

@@ -1,4 +1,4 @@
-"""What the columns of a table hold: numbers, times or text, and which values text has."""
+"""The survey of a table: whether each column holds numbers, times or text, and the values of text."""
 
 from pathlib import Path
 

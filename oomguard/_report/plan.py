@@ -50,7 +50,7 @@ def show_result(plan: Plan, path: Path | None, console: "Console") -> None:
     if path is not None:
         say = printer(console)
         say("")
-        say(f"Written to {path}. Everything about it: oomguard show {path}")
+        say(f"Written to {path}. Everything about it: oomguard show {shlex.quote(str(path))}")
         if plan.data is not None:
             say(f"Run it: {train_command(plan, str(path))}")
 

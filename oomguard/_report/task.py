@@ -25,7 +25,7 @@ def show_task_result(plan: TaskPlan, path: Path | None, console: "Console") -> N
     if path is not None:
         say = printer(console)
         say("")
-        say(f"Written to {path}. Everything about it: oomguard show {path}")
+        say(f"Written to {path}. Everything about it: oomguard show {shlex.quote(str(path))}")
 
 
 def summarize_task(plan: TaskPlan) -> Section:

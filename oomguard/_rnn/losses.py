@@ -130,7 +130,7 @@ def piecewise_loss(
 
 
 def _checked(result: Any) -> tuple[Tensor, Any, object]:
-    """What a loss of a piece returns, if it has the right form."""
+    """Return sum, count and state of a piece; raise if the loss returned anything else."""
     if isinstance(result, tuple | list) and len(result) == 3 and isinstance(result[0], Tensor) and not result[0].dim():
         return result[0], result[1], result[2]
     advice = "Return the sum as a tensor without dimensions, the number to divide it by, and the state."

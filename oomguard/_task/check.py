@@ -60,7 +60,7 @@ class Trial(NamedTuple):
 
 
 def unchecked(seconds: float) -> dict[str, Finding]:
-    """What is said of knobs if a check takes too long, such as a loop over many cells on a machine that is busy."""
+    """Count every knob as lossy, because the check takes too long, as it may for a loop over many cells."""
     reason = f"It was not checked: a tiny step takes too long for a check of {format_seconds(seconds)}."
     return {knob: Finding(knob, exact=False, error=float("inf"), reason=reason) for knob in CHECKS}
 

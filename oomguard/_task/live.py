@@ -139,7 +139,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _guess(self, function: Any, args: Any) -> bool | float:
         """A value that is not known without computing: a truth by the operation it comes from, a number as 1.
 
-        What is compared as a whole is taken to be equal.
+        Two tensors that are compared as wholes are taken to be equal.
         """
         if function in (_aten.allclose.default, _aten.equal.default):
             return True

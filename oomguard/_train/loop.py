@@ -52,7 +52,7 @@ class RunConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig(RunConfig):
-    """The same for the model of a spec, with its data."""
+    """The parts of the training of a spec that stay the same, with its data."""
 
     plan: Plan
     settings: RunSettings

@@ -1,4 +1,4 @@
-"""What a run was started with, kept in its directory, so that it goes on without being told again."""
+"""The data and options of a run, stored in its directory, so that a resumed run needs nothing again."""
 
 import os
 import re

@@ -225,7 +225,7 @@ def _loader_of(config: TaskConfig, data: Any, rows: int | None) -> TaskLoader | 
 
 
 def _describe(loader: TaskLoader | MadeBatches) -> dict[str, Any]:
-    """What a resumed run must have in common with the one before."""
+    """Describe the data of a run. A resumed run must have the same description."""
     if isinstance(loader, MadeBatches):
         return {"batch": loader.rows, "length": loader.seq}
     return {"batch": loader.rows, "number of samples": len(loader.data.dataset)}  # type: ignore[arg-type]
