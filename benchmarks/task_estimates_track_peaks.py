@@ -32,7 +32,8 @@ import oomguard
 from oomguard import Task
 from oomguard._core.units import MIB
 from oomguard._device.cpu import Cpu
-from oomguard._task.batches import Batches, mapped
+from oomguard._task.batches import Batches
+from oomguard._task.layout import mapped
 from oomguard._task.trace import build, evaluate, make_optimizer, mean_of
 
 MEDIAN, WORST = 0.03, 0.15

@@ -25,7 +25,7 @@ from oomguard._probe.verdict import Verdict, judge
 from oomguard._rnn.rng import remember_all, remember_random
 from oomguard._spec.candidate import Candidate
 from oomguard._spec.spec import MAX_BATCH
-from oomguard._task.batches import Axis, Layout, count_rows, split, tensors_of
+from oomguard._task.layout import Axis, Layout, count_rows, split, tensors_of
 
 DONE, OOM, FAILED = 0, 1, 2  # outcome of an attempt; among several processes the largest counts
 Agree = Callable[[Sequence[int]], list[int]]  # the largest of each number over all processes

@@ -29,8 +29,8 @@ from oomguard._task.ask import Asker, send
 from oomguard._task.task import Task, name_of
 
 if TYPE_CHECKING:
-    from oomguard._task.batches import Layout
     from oomguard._task.check import Finding
+    from oomguard._task.layout import Layout
 
 RAN = (Verdict.FITS, Verdict.STRAINED)
 KNOBS = ("microbatch", "segments", "precision", "allocator", "threads")  # knobs of a task that can be fixed

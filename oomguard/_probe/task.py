@@ -11,8 +11,8 @@ from oomguard._device.find import Device
 from oomguard._probe.record import TaskRequest
 from oomguard._probe.sample import Meter
 from oomguard._step import accumulate_pieces, apply_gradient, check_optimizer, loss_on, make_scaler
-from oomguard._task.batches import mapped, tensors_of
 from oomguard._task.child import batches_of, seed, try_task
+from oomguard._task.layout import mapped, tensors_of
 from oomguard._task.task import user_code
 from oomguard._task.times import in_segments, time_of
 from oomguard._task.trace import build, make_optimizer
@@ -21,7 +21,7 @@ from oomguard._task.trace import build, make_optimizer
 def run_tiny_task(request: TaskRequest, device: Device) -> None:
     """Import the user's code and run a tiny step, which finds its errors and loads its kernels and libraries."""
     seed(request.seed)
-    try_task(batches_of(request.content or request.name), request.seq, device.name)
+    try_task(request.content or request.name, request.seq, device.name)
 
 
 class TaskMeter(Meter):

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from oomguard._core.errors import MisuseError
 from oomguard._core.units import format_seconds
 from oomguard._rnn.segmented import segmented
-from oomguard._task.batches import TINY_STEPS, Batches, count_rows, mapped
+from oomguard._task.batches import TINY_STEPS, Batches
 from oomguard._task.child import seed, subject
+from oomguard._task.layout import count_rows, mapped
 from oomguard._task.task import Task
 from oomguard._task.times import in_segments, time_of
 from oomguard._task.trace import build, evaluate
@@ -111,7 +112,7 @@ CHECKS: dict[str, Callable[[Trial], Finding]] = {"microbatch": check_microbatch,
 def _batches(trial: Trial) -> tuple[Any, list[Any]]:
     """A batch of samples of unequal length, and its microbatches."""
     whole, steps = _whole(trial)
-    return whole, trial.batches.split(whole, MICROBATCH, steps)
+    return whole, [trial.batches.beginning(piece) for piece in trial.batches.split(whole, MICROBATCH, steps)]
 
 
 def _whole(trial: Trial) -> tuple[Any, int]:
@@ -119,7 +120,7 @@ def _whole(trial: Trial) -> tuple[Any, int]:
     seed()
     samples = trial.batches.samples
     steps = TINY_STEPS if samples is None else sum(samples.lengths.values()) // len(samples.lengths)
-    return trial.batches.make(ROWS, steps), steps
+    return trial.batches.beginning(trial.batches.make(ROWS, steps)), steps
 
 
 def _reason(trial: Trial, whole: Any, pieces: list[Any], plain: Tensor) -> str:
@@ -135,7 +136,7 @@ def _reason(trial: Trial, whole: Any, pieces: list[Any], plain: Tensor) -> str:
     samples = trial.batches.samples
     if samples is not None:
         same = samples.nearest(1, None)
-        even = [samples.make(same * count) for count in (ROWS, *rows)]
+        even = [trial.batches.beginning(samples.make(same * count)) for count in (ROWS, *rows)]
         vanishes = float(trial.gradient(even[:1], [ROWS]).abs().max()) <= TOLERANCE * float(plain.abs().max())
         if not vanishes and _equal(trial, even[0], even[1:]):  # equal rows may have no gradient at all
             return "The mean is over time steps, and rows have unequal lengths: return (sum, weight)."

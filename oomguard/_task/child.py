@@ -15,7 +15,8 @@ from oomguard._core.errors import MisuseError, OomguardError
 from oomguard._core.units import format_bytes
 from oomguard._device.cpu import Cpu
 from oomguard._estimate.target import Target
-from oomguard._task.batches import Batches, Layout, mapped, tensors_of
+from oomguard._task.batches import Batches
+from oomguard._task.layout import Layout, mapped, tensors_of
 from oomguard._task.task import USUAL_ROWS, Task, line_of, resolve
 from oomguard._task.times import in_segments, time_of
 from oomguard._task.trace import Trace, build, evaluate, make_optimizer, mean_of, trace
@@ -68,6 +69,7 @@ class Subject:
 
 
 _subject: Subject | None = None
+_uncut: set[str | bytes] = set()  # tasks that do not run on the first steps of their samples
 
 
 def subject() -> Subject:
@@ -78,7 +80,9 @@ def subject() -> Subject:
 
 def batches_of(source: str | bytes) -> Batches:
     """The batches of the task that was sent, or that is named."""
-    return _named(source) if isinstance(source, str) else Batches(_sent(source))
+    batches = _named(source) if isinstance(source, str) else Batches(_sent(source))
+    batches.cuts = source not in _uncut
+    return batches
 
 
 @cache
@@ -111,10 +115,10 @@ def begin(source: str | bytes, steps: int | None, limit_bytes: int) -> None:
     """Limit this process, try the task, and measure what the process needs without it."""
     global _subject
     torch.set_num_threads(1)  # threads that wait for each other took most of the time where other programs run
-    device, batches = Cpu(), batches_of(source)
+    device = Cpu()
     device.enforce(limit_bytes)
     seed()
-    try_task(batches, steps)
+    try_task(source, steps)
     device.release()
     known = None if _subject is None else _subject.runtime_bytes  # the same task with more of its samples
     _subject = Subject(source, device.reading().now_bytes if known is None else known)
@@ -148,8 +152,19 @@ def _answer(batches: Batches, question: Question, runtime_bytes: int) -> Answer:
     return Answer(step=step, rows=rows, notes=tuple(notes), **facts)
 
 
-def try_task(batches: Batches, steps: int | None, device: str = "cpu") -> None:
+def try_task(source: str | bytes, steps: int | None, device: str = "cpu") -> None:
     """Run one real step on a tiny batch, so that errors of the user's code are found where they can be explained."""
+    batches = batches_of(source)
+    try:
+        _tiny_step(batches, steps, device)
+    except MisuseError:
+        if not (batches.cuts and batches.equal_time):
+            raise
+        _uncut.add(source)  # such as a linear layer over all time steps
+        _tiny_step(batches_of(source), steps, device)
+
+
+def _tiny_step(batches: Batches, steps: int | None, device: str) -> None:
     task = batches.task
     model = build(task, device).train()
     optimizer = make_optimizer(task, model)

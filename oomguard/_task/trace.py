@@ -14,8 +14,8 @@ from torch.nn.modules import module as hooks
 from oomguard._core.errors import MisuseError, shown
 from oomguard._estimate.target import Target
 from oomguard._rnn.run import autocast
-from oomguard._task.batches import mapped
 from oomguard._task.kernels import Kernels
+from oomguard._task.layout import mapped
 from oomguard._task.live import REAL_FRACTIONS, Label, Live, Moment
 from oomguard._task.task import Task, line_of, user_code
 

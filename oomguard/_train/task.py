@@ -23,8 +23,8 @@ from oomguard._plan.store import check_device
 from oomguard._plan.task_value import TaskPlan
 from oomguard._rnn.rng import remember_all, remember_random
 from oomguard._step import Outcome, TaskTraining, accumulate_pieces, check_optimizer, loss_on, make_scaler
-from oomguard._task.batches import mapped, take
 from oomguard._task.child import seed
+from oomguard._task.layout import mapped, take
 from oomguard._task.task import Task, user_code
 from oomguard._task.times import in_segments
 from oomguard._task.trace import build, make_optimizer

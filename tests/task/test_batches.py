@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 import torch
 from task.models import Padded, Series, flat, loader, padded, text, waves, word_model
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 from oomguard import MisuseError, Task
-from oomguard._task.ask import send
-from oomguard._task.batches import Batches, count_rows, find_layout, leaves, look, split
+from oomguard._estimate.target import CPU
+from oomguard._task.ask import Asker, send
+from oomguard._task.batches import Batches, look
+from oomguard._task.layout import count_rows, find_layout, leaves, split
 
 Samples = list[tuple[Tensor, Tensor]]
 
@@ -206,3 +208,47 @@ def test_a_number_of_all_tokens_cannot_be_split_and_is_collated_again() -> None:
     with pytest.raises(MisuseError, match=r"batch\[1\] cannot be split"):
         split(whole, batches.layout, 2)
     assert [int(piece[1]) for piece in batches.split(whole, 2)] == [16, 14]
+
+
+# ---- samples of equal length
+
+
+def equal(steps: int, count: int = 6) -> Task:
+    samples: Any = [(torch.randn(steps, 3), torch.randn(steps)) for _ in range(count)]
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.mse_loss(model(batch[0])[0].mean(-1), batch[1])
+
+    return Task(model=lambda: nn.LSTM(3, 4, batch_first=True), loss=loss, data=DataLoader(samples, batch_size=4))
+
+
+def test_a_tiny_batch_of_equally_long_samples_has_their_first_steps() -> None:
+    batches = Batches(equal(5000))
+    whole = batches.make(2)
+    assert whole[0].shape == (2, 5000, 3)
+    for part, tiny in zip(whole, batches.tiny(2), strict=True):
+        assert torch.equal(tiny, part[:, :64])
+
+
+def test_short_samples_of_equal_length_stay_whole() -> None:
+    assert Batches(equal(20)).tiny(3)[0].shape == (3, 20, 3)
+
+
+def test_a_model_that_needs_all_steps_of_its_samples_gets_them() -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4 * 200, 1)
+
+        def forward(self, steps: Tensor) -> Any:
+            return self.head(self.rnn(steps)[0].flatten(1))
+
+    def loss(model: nn.Module, batch: Tensor) -> Any:
+        return model(batch).square().mean()
+
+    samples: Any = [torch.randn(200, 3) for _ in range(6)]
+    task = Task(model=Fixed, loss=loss, data=DataLoader(samples, batch_size=4))
+    with Asker(task, CPU) as asker:
+        found = asker.check()
+    assert found["microbatch"].exact
+    assert found["segments"].exact

@@ -19,9 +19,10 @@ from oomguard import MisuseError, Task
 from oomguard._core.system import run_elsewhere
 from oomguard._estimate.cards import card
 from oomguard._estimate.target import CPU, on_card
-from oomguard._task.batches import Batches, mapped
+from oomguard._task.batches import Batches
 from oomguard._task.child import Answer, answers, begin
 from oomguard._task.estimate import estimate_task
+from oomguard._task.layout import mapped
 from oomguard._task.task import packed
 from oomguard._task.trace import Trace, build, evaluate, make_optimizer, trace
 

@@ -12,7 +12,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from oomguard import Task
 from oomguard._device.find import find_target
 from oomguard._estimate.target import CUBLAS_HANDLES
-from oomguard._task.batches import Batches, mapped
+from oomguard._task.batches import Batches
+from oomguard._task.layout import mapped
 from oomguard._task.trace import build, evaluate, make_optimizer, mean_of, trace
 
 pytestmark = pytest.mark.gpu

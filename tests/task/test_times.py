@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
 import oomguard
-from oomguard._task.batches import Axis, Layout, find_layout
-from oomguard._task.times import cut_time, find_equal_time, find_time
+from oomguard._task.layout import Axis, Layout, find_equal_time, find_layout, find_time
+from oomguard._task.times import cut_time
 
 
 def layouts(make: Any) -> tuple[Layout, Layout]:
