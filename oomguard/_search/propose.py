@@ -224,7 +224,7 @@ def _compare(state: State, table: CandidateTable, best: int) -> Probe | None:
 def make_probe(state: State, table: CandidateTable, row: int, role: Role, steps: int, *, settle: bool = False) -> Probe:
     """A probe of a candidate with sequences of so many steps, or half of them, and so on, until it surely fits.
 
-    With `settle`, it runs until its peak has settled, if there is time.
+    With `settle`, it runs until its peak has settled, if that makes its margin smaller and there is time.
     """
     problem, chosen, kind = state.problem, table.candidates[row], table.kind_at(row)
     whole = problem.spec_of(chosen.microbatch, table.spec)
@@ -245,14 +245,15 @@ def make_probe(state: State, table: CandidateTable, row: int, role: Role, steps:
     pass_seconds = float(table.pass_seconds[row]) * spec.steps / whole.steps
     twice = pass_seconds <= CHILD_SECONDS
     passes = 2 if twice else 1
-    if settle or not problem.timed:  # what counts is the peak, which needs some passes to show
+    narrower = table.calibration.of(spec).settling_bytes(estimate) > WORTH / 2 * problem.budget_bytes
+    if narrower and (settle or not problem.timed):  # what counts is the peak, which needs some passes to show
         passes = int(min(SETTLED, max(passes, state.confirm_seconds / pass_seconds)))
     return Probe(
         spec=spec,
         candidate=candidate,
         role=role,
         passes=passes,
-        steps=MEASURE_STEPS if passes > 1 else 1,
+        steps=MEASURE_STEPS if passes > 1 and problem.timed else 1,
         peak_bytes=expected.peak_bytes,
         seconds_per_pass=pass_seconds,
     )
