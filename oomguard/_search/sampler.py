@@ -153,8 +153,7 @@ def draw(name: str, table: CandidateTable, records: Sequence[Record]) -> int:
     """The row that one of Optuna's own samplers runs next, among those that fit; arithmetic's best comes first."""
     best = choose(table)
     assert best is not None
-    samplers: dict[str, Any] = {"gp": GPSampler, "tpe": TPESampler, "random": RandomSampler}
-    study, ranges = create_study(direction="maximize", sampler=samplers[name](seed=len(records))), _ranges_of(table)
+    study, ranges = create_study(direction="maximize", sampler=_optunas_own(name, len(records))), _ranges_of(table)
     for record in records:
         rows = np.flatnonzero(rows_of(record, table))
         if record.seconds_per_step is not None and len(rows):
@@ -168,13 +167,22 @@ def draw(name: str, table: CandidateTable, records: Sequence[Record]) -> int:
         raise MisuseError(
             rule=f"--sampler {name} needs a package that is not installed",
             got=f"got {error}",
-            advice="Install it with pip, or leave --sampler out.",
+            advice=f"Run `pip install 'oomguard[{name}]'`, or leave --sampler out.",
         ) from None
     away = np.where(table.eligible, 0.0, np.inf)
     for knob, value in drawn.items():  # the nearest number, of the rows with the most equal choices
         values = table.candidates.arrays[knob]
         away += np.abs(np.log2(values / value)) if values.dtype.kind in "iu" else FAR * (values != value)
     return int(np.argmin(away))
+
+
+def _optunas_own(name: str, seed: int) -> BaseSampler:
+    """A sampler of Optuna. It begins with arithmetic's best, not with random trials, since a search has few probes."""
+    if name == "random":
+        return RandomSampler(seed=seed)
+    own: dict[str, Any] = {"gp": GPSampler, "tpe": TPESampler}
+    sampler: BaseSampler = own[name](seed=seed, n_startup_trials=1)
+    return sampler
 
 
 def _ranges_of(table: CandidateTable) -> dict[str, BaseDistribution]:
