@@ -25,6 +25,7 @@ from oomguard._cli.flags import (
     Flag,
 )
 from oomguard._core.errors import MisuseError, conflict, flag, shown
+from oomguard._core.system import check_regular
 from oomguard._data.options import DataOptions, PlanData
 from oomguard._spec.candidate import Candidate, make_candidate
 from oomguard._spec.read import load_fields, make_spec, preset_fields, with_batch
@@ -182,6 +183,7 @@ def check_output(text: str, values: dict[str, Any], usual: str = "plan.json", na
         raise MisuseError(rule=f"{flag(name)} must be a new file", got=f"{text} exists", advice=advice)
     folder = next(parent for parent in target.absolute().parents if parent.exists())
     try:
+        check_regular(target)
         if target.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         with tempfile.TemporaryFile(dir=folder):

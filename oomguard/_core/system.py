@@ -5,9 +5,11 @@ and are on the disk (`fsync`) before anything relies on them.
 """
 
 import ctypes
+import errno
 import os
 import pickle
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -22,6 +24,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from oomguard._core.errors import MisuseError
+from oomguard._core.units import format_bytes
 
 try:
     import fcntl
@@ -29,6 +32,7 @@ except ImportError:  # Windows: lines are appended without a lock
     fcntl = None  # type: ignore[assignment]
 
 Value = TypeVar("Value")
+MAX_FILE_BYTES = 256 << 20  # a plan has some hundred KiB; a larger file is something else
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -42,6 +46,15 @@ def file_errors(
     except OSError as error:
         got = f"{f'{path} cannot be {use}'.rstrip()} ({error.strerror or error})"
         raise MisuseError(rule=rule, got=got, advice=advice) from None
+
+
+def read_file(path: Path, most: int = MAX_FILE_BYTES) -> bytes:
+    """The content of a file that may come from anybody; an OSError if it is no file, or larger than `most` bytes."""
+    with opened(path, os.O_RDONLY) as file, open(file, "rb", closefd=False) as reader:
+        content = reader.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it is larger than {format_bytes(most)}")
+    return content
 
 
 def write_file(path: str | os.PathLike[str], content: bytes, what: str) -> Path:
@@ -98,6 +111,7 @@ def read_values(path: Path, kind: type[Value]) -> list[Value]:
 
 def replace_content(path: Path, content: bytes) -> None:
     """Replace the content of a file. A kill leaves the old content or the new one, complete."""
+    check_regular(path)
     temporary = path.with_name(f".{path.name}.new")
     try:
         with opened(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as file:
@@ -113,15 +127,34 @@ def replace_content(path: Path, content: bytes) -> None:
 
 @contextmanager
 def opened(path: Path, flags: int) -> Iterator[int]:
-    """A file descriptor, locked against writers and, if opened for writing, also against readers."""
-    file = os.open(path, flags | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0), 0o666)
+    """A file descriptor, locked against writers and, if opened for writing, also against readers.
+
+    An OSError if it is neither a file nor a directory: a pipe would wait for its other end, a device may never end.
+    """
+    extra = sum(getattr(os, name, 0) for name in ("O_BINARY", "O_CLOEXEC", "O_NONBLOCK"))
     try:
+        file = os.open(path, flags | extra, 0o666)
+    except ValueError:  # a NUL byte
+        raise OSError(errno.EINVAL, "no file can have such a name") from None
+    try:
+        _check_kind(os.fstat(file).st_mode)
         if fcntl is not None:
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(file, fcntl.LOCK_EX if flags & os.O_RDWR else fcntl.LOCK_SH)  # released by close
         yield file
     finally:
         os.close(file)
+
+
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """Raise an OSError if there is something that is neither a file nor a directory, such as /dev/null."""
+    with suppress(FileNotFoundError):
+        _check_kind(os.stat(path).st_mode)
+
+
+def _check_kind(mode: int) -> None:
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise OSError(errno.EINVAL, "it is a pipe or a device, not a file")
 
 
 def write_all(file: int, content: bytes | memoryview) -> None:

@@ -133,8 +133,8 @@ def is_dataset(data: Any) -> bool:
 def kind_of(path: Path, options: DataOptions) -> str:
     """The format of a file, by its suffix unless it is given; raise if there is no such file."""
     if not path.is_file():
-        why = "it is a directory" if path.is_dir() else "there is no such file"
-        raise unreadable(path, FileNotFoundError(2, why))
+        why = "it is a directory" if path.is_dir() else "it is a pipe or a device, not a file"
+        raise unreadable(path, FileNotFoundError(2, why if path.exists() else "there is no such file"))
     kind = options.format or _FORMATS.get(path.suffix.lower())
     if kind is None:
         raise MisuseError(

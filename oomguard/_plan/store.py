@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from oomguard._core.errors import MisuseError
-from oomguard._core.system import file_errors, write_file
+from oomguard._core.system import file_errors, read_file, write_file
 from oomguard._core.units import format_bytes
 from oomguard._device.cuda import SETTINGS
 from oomguard._estimate.breakdown import estimate_step
@@ -26,7 +26,6 @@ from oomguard._spec.candidate import ALLOW_WORDS, KNOBS, Candidate, check_candid
 from oomguard._spec.lengths import same_model, with_steps
 from oomguard._spec.spec import Spec
 
-MAX_FILE_BYTES = 256 << 20  # a plan has some hundred KiB; a larger file is something else
 _RULE, _ADVICE = "A plan is a file that oomguard plan has written", "Give the path of a plan.json."
 _VARIABLE = re.compile("|".join([*SETTINGS, "MALLOC_[A-Z0-9_]{1,64}"]))
 _VALUE = re.compile("[ -~]{0,4096}")
@@ -56,9 +55,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan | TaskPlan:
     """
     source = Path(path) / "plan.json" if Path(path).is_dir() else Path(path)
     with file_errors(_RULE, source, _ADVICE, use="read"):
-        if source.stat().st_size > MAX_FILE_BYTES:
-            raise OSError(0, f"it is larger than {format_bytes(MAX_FILE_BYTES)}")
-        return decode_plan(source.read_bytes(), str(source))
+        return decode_plan(read_file(source), str(source))
 
 
 def load_spec_plan(path: str | os.PathLike[str]) -> Plan:

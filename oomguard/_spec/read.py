@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from oomguard._core.errors import MisuseError, check_choice, check_names, shown
+from oomguard._core.system import read_file
 from oomguard._spec.candidate import KNOBS, Candidate, Candidates, check_candidate, make_candidate, serve
 from oomguard._spec.spec import Spec
 
 MAX_FILE_BYTES = 1 << 24
-"""Largest spec file, enough for a histogram of a million lengths. Without a limit, /dev/zero would fill the memory."""
+"""Largest spec file, enough for a histogram of a million lengths."""
 
 PRESETS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
 """Ready-made specs by name: a `description`, and the fields of the `spec`."""
@@ -54,13 +55,10 @@ def load_fields(path: Path) -> dict[str, Any]:
     """The fields of a spec in a TOML file, for `make_spec`."""
     rule = f"A spec file must be readable TOML, such as {path.stem or 'spec'}.toml"
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:  # ValueError: no file can have such a name
-        got = f"{shown(str(path))} cannot be read ({getattr(error, 'strerror', None) or error})"
+        content = read_file(path, MAX_FILE_BYTES)
+    except OSError as error:
+        got = f"{shown(str(path))} cannot be read ({error.strerror or error})"
         raise MisuseError(rule=rule, got=got, advice="Check the path and the permissions.") from None
-    if len(content) > MAX_FILE_BYTES:
-        raise MisuseError(rule=rule, got=f"{path} is larger than 16 MiB", advice="Give a spec, not data.")
     try:
         fields = tomllib.loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError:

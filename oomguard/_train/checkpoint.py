@@ -23,7 +23,7 @@ import msgspec
 from torch import Tensor, nn
 
 from oomguard._core.errors import MisuseError, flag, shown
-from oomguard._core.system import file_errors, opened, sync_directory, write_all
+from oomguard._core.system import file_errors, opened, read_file, sync_directory, write_all
 from oomguard._core.units import format_bytes
 from oomguard._data.options import DataOptions
 from oomguard._data.order import Position
@@ -146,7 +146,7 @@ def _write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> Checksum:
 
 
 def checksum_of(path: Path) -> Checksum:
-    with path.open("rb") as file:
+    with opened(path, os.O_RDONLY) as descriptor, open(descriptor, "rb", closefd=False) as file:
         return Checksum(sha256=hashlib.file_digest(file, "sha256").hexdigest(), size_bytes=file.tell())
 
 
@@ -185,12 +185,12 @@ def _open(path: Path) -> Checkpoint | str:
     """A checkpoint, or the name of the file that is damaged, and why."""
     name = CHECKSUMS
     try:
-        sums = msgspec.json.decode((path / CHECKSUMS).read_bytes(), type=dict[str, Checksum])
+        sums = msgspec.json.decode(read_file(path / CHECKSUMS), type=dict[str, Checksum])
         for name in (FACTS, TENSORS):
             if name not in sums or checksum_of(path / name) != sums[name]:
                 return f"{name}: the checksum does not match"
         name = FACTS
-        raw = json.loads((path / FACTS).read_bytes())
+        raw = json.loads(read_file(path / FACTS))
         if raw["version"] != VERSION:
             return f"{name}: its format is version {shown(raw['version'])}, and only {VERSION} can be read"
         checkpoint = msgspec.convert(raw, type=Checkpoint, str_keys=True)

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from oomguard._core.errors import GuardError, MisuseError
-from oomguard._core.system import file_errors
+from oomguard._core.system import check_regular, file_errors
 from oomguard._data.files import BYTE_TOKENS
 from oomguard._data.loader import read_microbatch
 from oomguard._data.open import open_source
@@ -235,4 +235,5 @@ def _write_csv(
 def _open_output(output: str) -> TextIO:
     with file_errors("Predictions need a writable file", output, "Give another --output."):
         Path(output).parent.mkdir(parents=True, exist_ok=True)
+        check_regular(output)
         return open(output, "w", encoding="utf-8", newline="")

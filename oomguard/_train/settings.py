@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from oomguard._core.errors import MisuseError
-from oomguard._core.system import file_errors, write_file
+from oomguard._core.system import file_errors, read_file, write_file
 from oomguard._data.open import kind_of
 from oomguard._data.options import DataOptions, check_used
 from oomguard._plan.value import Plan
@@ -71,7 +71,7 @@ def read_settings(directory: Path) -> RunSettings | None:
     path = directory / NAME
     try:
         with file_errors("The settings of a run must be readable", path, use="read"):
-            return msgspec.json.decode(path.read_bytes(), type=RunSettings) if path.exists() else None
+            return msgspec.json.decode(read_file(path), type=RunSettings) if path.exists() else None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MisuseError(
             rule="The settings of a run are a file that oomguard train has written",

@@ -16,6 +16,7 @@ from strategies import attempt, has_three_beats
 
 import oomguard
 from oomguard._core.errors import MisuseError
+from oomguard._core.system import MAX_FILE_BYTES
 from oomguard._core.units import GIB, MIB
 from oomguard._plan import store
 from oomguard._plan.find import AIMS
@@ -196,7 +197,7 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path: Path, name: str) -> None:
 
 def test_a_file_that_is_far_too_large_is_not_read(path: Path) -> None:
     with path.open("wb") as file:
-        file.truncate(store.MAX_FILE_BYTES + 1)
+        file.truncate(MAX_FILE_BYTES + 1)
     error = attempt(lambda: load_plan(path) and None)
     assert has_three_beats(error)
     assert "it is larger than 256.00 MiB" in str(error)
