@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 import msgspec
 
+MOST_LETTERS = 640  # of a part of a message: eight lines of a terminal
 REQUIRED = msgspec.NODEFAULT  # the default of a field that has none
 
 
@@ -28,15 +29,23 @@ class OomguardError(Exception):
 
 
 class RuleError(OomguardError):
-    """An error of three parts: the rule, what was given instead (empty if the rule says it), what to do."""
+    """An error of three parts: the rule, what was given instead (empty if the rule says it), what to do.
+
+    Each part is cut to a few lines, whatever was given.
+    """
 
     def __init__(self, *, rule: str, got: str, advice: str) -> None:
+        rule, got, advice = map(_shortened, (rule, got, advice))
         super().__init__(f"{rule}, but {got}. {advice}" if got else f"{rule}. {advice}")
         self.rule, self.got, self.advice = rule, got, advice
 
     def __reduce__(self) -> tuple[Any, ...]:
         # by default, unpickling calls type(*args), which fails for keyword-only arguments
         return partial(type(self), **{name: value for name, value in vars(self).items() if name != "__notes__"}), ()
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MOST_LETTERS else text[: MOST_LETTERS - 3] + "..."
 
 
 class MisuseError(RuleError, ValueError):

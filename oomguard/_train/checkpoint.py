@@ -20,6 +20,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import msgspec
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from oomguard._core.errors import MisuseError, flag, shown
@@ -36,6 +37,7 @@ from oomguard._step import TaskTraining
 from oomguard._task.task import Task
 from oomguard._train.settings import CHECKPOINT_RULE, list_checkpoints, serial
 from oomguard._train.tensors import OptimizerState, TensorFile, file_pieces, get_state, put_state, put_weights, weights
+from oomguard._train.verify import faults
 
 Model = Callable[[Spec], Recurrent] | str | None
 """A function from a spec to a model, or its name package.module:function; None: the model that the spec describes."""
@@ -45,6 +47,10 @@ _UNFINISHED = ".unfinished-"
 """Prefix of directories that are being written or removed. The next save removes what a kill left."""
 _NOT_IN_WEIGHTS = ("seq", "lengths", "batch", "optimizer", "loss", "packed", "batch_first", "sparse_embedding")
 """Fields of a spec that do not affect the shape of the weights."""
+
+
+class DamagedError(MisuseError):
+    """A checkpoint whose files are whole, but not as oomguard wrote them."""
 
 
 class Checksum(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -161,10 +167,13 @@ def _remove_old(home: Path, keep: int) -> None:
             warnings.warn(f"{path}: an old checkpoint could not be removed ({error.strerror}).", stacklevel=3)
 
 
-def load(directory: str | os.PathLike[str]) -> Checkpoint | None:
-    """The newest complete checkpoint, or None if there is none at all. Damaged ones are skipped with a warning."""
-    home, tried = Path(directory), None
-    while (listed := list_checkpoints(home)) != tried:  # again if a running training removed one while it was read
+def load(directory: str | os.PathLike[str], before: Checkpoint | None = None) -> Checkpoint | None:
+    """The newest complete checkpoint, perhaps of those before another one; None if there is none at all.
+
+    Damaged ones are skipped with a warning.
+    """
+    home, tried, newer = Path(directory), None, None if before is None else Path(before.directory)
+    while (listed := list_checkpoints(home, newer)) != tried:  # again if a running training removed one meanwhile
         tried = listed
         for path in listed:
             checkpoint = _open(path)
@@ -216,7 +225,17 @@ def restore(checkpoint: Checkpoint, training: TaskTraining) -> None:
             got=f"that was {saved.optimizer} and this is {type(optimizer).__name__}",
             advice="Use the checkpoint's candidate, or start again in another directory.",
         )
-    put_state(training, saved, checkpoint.tensors())
+    try:
+        if (fault := next(faults(training, saved, checkpoint.tensors()), None)) is None:
+            put_state(training, saved, checkpoint.tensors())
+    except (ValueError, TypeError, LookupError, RuntimeError, SafetensorError) as error:
+        fault = f"{type(error).__name__}: {error}"
+    if fault is not None:
+        raise DamagedError(
+            rule="A checkpoint must be as oomguard train has written it",
+            got=f"{Path(checkpoint.directory) / FACTS} is not ({fault})",
+            advice="Continue from an older checkpoint, or start again in another directory.",
+        )
 
 
 def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:

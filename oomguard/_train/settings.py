@@ -32,11 +32,15 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     known: bool = False  # whether the options have what is to be known of the data
 
 
-def list_checkpoints(home: Path) -> list[Path]:
-    """Directories with a checkpoint's name, newest first: by serial number, since a step may come back."""
+def list_checkpoints(home: Path, newer: Path | None = None) -> list[Path]:
+    """Directories with a checkpoint's name, newest first: by serial number, since a step may come back.
+
+    `newer`: only those before this one.
+    """
     with file_errors(CHECKPOINT_RULE, home), suppress(FileNotFoundError):
         named = {path: _CHECKPOINT.fullmatch(path.name) for path in home.iterdir()}
-        return sorted((path for path, match in named.items() if match), key=serial, reverse=True)
+        found = sorted((path for path, match in named.items() if match), key=serial, reverse=True)
+        return found if newer is None else [path for path in found if serial(path) < serial(newer)]
     return []
 
 

@@ -26,7 +26,7 @@ from oomguard._plan.task_value import TaskPlan
 from oomguard._plan.value import Plan
 from oomguard._step import Training, make_optimizer, prepare
 from oomguard._train import TrainOptions
-from oomguard._train.checkpoint import Checkpoint, Model, TrainState, build_model, load, name_of, restore
+from oomguard._train.checkpoint import Checkpoint, DamagedError, Model, TrainState, build_model, load, name_of, restore
 from oomguard._train.loop import Result, RunConfig, SpecTrainer, TaskResult, TrainConfig, Trainer, TrainProgress
 from oomguard._train.ranks import join
 from oomguard._train.settings import CHECKPOINTS, settle, write_settings
@@ -101,7 +101,15 @@ def run_from(
     """Train. After a torn update, go back to the last checkpoint once and update one parameter at a time."""
     careful = False
     while True:
-        trainer = make(config, checkpoint)
+        try:
+            trainer = make(config, checkpoint)
+        except DamagedError as error:
+            older = load(config.directory / CHECKPOINTS, before=checkpoint)
+            if older is None:
+                raise
+            warnings.warn(f"{error.rule}, but {error.got}. Looking for an older checkpoint.", stacklevel=3)
+            checkpoint = older
+            continue
         trainer.guard.updates.careful = careful
         try:
             return trainer.run()

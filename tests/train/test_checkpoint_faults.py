@@ -1,6 +1,7 @@
 """Checkpoints survive a kill at any system call, a failing disk and damaged bytes."""
 
 import errno
+import json
 import os
 import random
 import shutil
@@ -9,9 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from plans import numbers, plan_of
 from trainings import load_newest, new_training
 
+import oomguard
 from oomguard._core.errors import MisuseError
 from oomguard._step import Training
 from oomguard._train.checkpoint import TrainState, checksum_of, load, save
@@ -255,3 +259,45 @@ def test_a_checkpoint_removed_while_it_is_read_is_replaced_by_its_successor(
 
     monkeypatch.setattr("oomguard._train.checkpoint.checksum_of", slow)
     assert load_newest(tmp_path).step == 2
+
+
+DAMAGES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "no moment": (
+        lambda facts: facts["state"]["kept"]["head.bias"].pop("exp_avg", None),
+        "head.bias.exp_avg is missing",
+    ),
+    "a moment that is a number": (
+        lambda facts: facts["state"]["kept"]["head.bias"].update(exp_avg={"type": "plain", "value": 1}),
+        "head.bias.exp_avg is no tensor",
+    ),
+    "a stranger's weight": (lambda facts: facts["state"]["kept"].update(x={}), "state.kept has 'x'"),
+    "a rate that is a word": (lambda facts: facts["state"]["groups"][0].update(lr="fast"), r"groups\[0\].lr is 'fast'"),
+    "a rate below zero": (lambda facts: facts["state"]["groups"][0].update(lr=-1), "values that Adam refuses"),
+}
+
+
+def falsify(checkpoint: Path, change: Callable[[Any], object]) -> None:
+    """Change the facts of a checkpoint, and make its checksums agree."""
+    facts = json.loads((checkpoint / "facts.json").read_text())
+    change(facts)
+    (checkpoint / "facts.json").write_text(json.dumps(facts))
+    sums = json.loads((checkpoint / "checksums.json").read_text())
+    sums["facts.json"] = msgspec.to_builtins(checksum_of(checkpoint / "facts.json"))
+    (checkpoint / "checksums.json").write_text(json.dumps(sums))
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_an_optimizer_state_that_is_none_behind_a_right_checksum_leads_to_the_checkpoint_before(
+    tmp_path: Path, name: str
+) -> None:
+    plan, data, (change, message) = plan_of(), numbers(), DAMAGES[name]
+    options: dict[str, Any] = {"run": str(tmp_path), "validation": 0, "save_every": "1"}
+    oomguard.train(plan, data, steps=2, **options)
+    falsify(max((tmp_path / "checkpoints").iterdir()), change)
+    with pytest.warns(UserWarning, match=message):
+        result = oomguard.train(plan, data, steps=3, resume=True, **options)
+    assert result.steps == 3
+    for path in (tmp_path / "checkpoints").iterdir():
+        falsify(path, change)
+    with pytest.warns(UserWarning, match=message), pytest.raises(MisuseError, match=message):
+        oomguard.train(plan, data, steps=4, resume=True, **options)
