@@ -20,7 +20,7 @@ VERSION = 1  # the version of the file's format
 USUAL_SEQUENCES = 1000  # sequences of an epoch if the size of the data is not known
 Aim = Literal["throughput", "microbatch", "seq"]
 Allowed = Literal["precision", "window", "8bit"]
-Ended = Literal["done", "max-probes", "timeout", "interrupted", "estimate"]
+Ended = Literal["done", "max-probes", "timeout", "interrupted", "storage", "estimate"]
 # a file may have been changed by hand: a value that no plan can have is refused when it is read, with its place
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 Amount = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
@@ -177,7 +177,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     records: tuple[Record, ...]
     """The records of all probes."""
     ended: Ended
-    """Why the search ended: done, max-probes, timeout, interrupted; `estimate` if nothing was run."""
+    """Why the search ended: done, max-probes, timeout, interrupted, storage; `estimate` if nothing was run."""
     seconds: Amount
     """Seconds that the search took, since it was last started."""
     environment: Environment

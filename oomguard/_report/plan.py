@@ -26,6 +26,7 @@ ENDED = {
     "max-probes": "the search ended after the number of probes it was allowed (--max-probes)",
     "timeout": "the search ended after the time it was allowed (--timeout)",
     "interrupted": "the search was interrupted, and this is the best plan known at that time",
+    "storage": "the storage did not answer any more, and this is the best plan known at that time",
     "estimate": "nothing was run: a plan for a device that is not present is made by arithmetic alone",
 }
 AIMS = {"throughput": "fastest candidate", "microbatch": "largest microbatch", "seq": "longest sequences"}

@@ -2,6 +2,7 @@
 
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -57,7 +58,8 @@ class SearchResult:
 
     problem: Problem  # the problem, with the budget and the cached records as they were at the end
     records: tuple[Record, ...]  # all records, in the order in which they began
-    ended: str  # why the search ended: `done`, `max-probes`, `timeout`, `interrupted`, `estimate` (nothing was run)
+    ended: str
+    """Why the search ended: `done`, `max-probes`, `timeout`, `interrupted`, `storage`, `estimate` (nothing was run)."""
     seconds: float  # seconds that the search took, since it was last started
     stale: bool = False  # whether cached records contradicted new ones and were dropped
 
@@ -75,6 +77,7 @@ class Search:
     records: list[Record] = field(default_factory=list)
     stale: bool = False
     ended: str | None = None
+    unreachable: bool = False  # whether the storage has failed to answer
     began: float = field(default_factory=time.monotonic)
     lock: threading.Lock = field(default_factory=threading.Lock)
     running: dict[str, Probe] = field(default_factory=dict)
@@ -119,8 +122,24 @@ class Search:
             if not self._decide(runner):
                 study.stop()
 
-        if self._decide(runner):
-            self.trials.study.optimize(objective, callbacks=[go_on])
+        while self.ended is None:
+            try:
+                if self._decide(runner):
+                    self.trials.study.optimize(objective, callbacks=[go_on])
+                return
+            except Exception as error:
+                if not self.trials.give_up(error):
+                    raise
+                self._wait()
+
+    def _wait(self) -> None:
+        """The storage does not answer. It is tried again until the time is up; what was measured is kept here."""
+        if not self.unreachable:
+            warnings.warn("The storage does not answer. The search tries again until its time is up.", stacklevel=2)
+        self.unreachable = True
+        if self.left <= CHILD_SECONDS:
+            self.ended = self.ended or "storage"
+        time.sleep(POLL_SECONDS)
 
     def _decide(self, runner: Runner) -> bool:
         """Decide on the next probe of this worker, or wait for what others find; False if there is nothing to do."""

@@ -2,8 +2,11 @@
 
 import _thread
 import itertools
+import sqlite3
+import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from oomguard._probe.verdict import Verdict
 from oomguard._search.propose import CHILD_SECONDS, choose
 from oomguard._search.run import Progress, count_ooms
 from oomguard._search.screen import screen
-from oomguard._search.study import TrialStore
+from oomguard._search.study import TrialStore, storage_in
 from oomguard._spec.spec import Spec
 
 LSTM = Spec(cell="lstm", seq=10_000)
@@ -351,6 +354,47 @@ def test_records_of_another_kind_of_device_in_the_study_count_nothing(rig: Rig) 
     search = make_search(PROBLEM, trials=trials, max_probes=2, cache=Cache(None, f"not {TITLE}"))
     found = search.run(["cpu"])
     assert [*found.records] == rig.records[2:]
+
+
+# a storage that fails
+
+
+def hide(storage: str, *, hidden: bool) -> None:
+    """Take a table of the storage away, or bring it back, so that the database itself refuses every request."""
+    names = ("values_kept", "trial_values")
+    old, new = names[::-1] if hidden else names
+    with closing(sqlite3.connect(storage.removeprefix("sqlite:///"))) as database:
+        database.execute(f"ALTER TABLE {old} RENAME TO {new}")
+
+
+def test_a_storage_that_fails_ends_the_search_at_its_time_with_what_was_measured(tmp_path: Path, rig: Rig) -> None:
+    storage, ledger = storage_in(tmp_path), Ledger(tmp_path / "records.jsonl")
+    rig.before = at(0, lambda: hide(storage, hidden=True))
+    search = make_search(PROBLEM, storage, ledger=ledger, seconds=CHILD_SECONDS + 1)
+    with pytest.warns(UserWarning, match="The storage does not answer"):
+        found = search.run(["cpu"])
+    assert found.ended == "storage"
+    assert [*found.records] == ledger.read() == rig.records
+    assert len(rig.records) == 1
+
+
+def test_a_storage_that_comes_back_loses_nothing(tmp_path: Path, rig: Rig) -> None:
+    storage, undisturbed = storage_in(tmp_path), make_search(PROBLEM).run(["cpu"])
+    rig.begun = 0
+    back = threading.Timer(0.3, lambda: hide(storage, hidden=False))
+
+    def fail_for_a_while() -> None:
+        hide(storage, hidden=True)
+        back.start()
+
+    rig.before = at(2, fail_for_a_while)
+    search = make_search(PROBLEM, storage)
+    with pytest.warns(UserWarning, match="The storage does not answer"):
+        found = search.run(["cpu"])
+    back.join()
+    assert found.ended == "done"
+    assert [*map(without_time, found.records)] == [*map(without_time, undisturbed.records)]
+    assert TrialState.RUNNING not in states(search.trials)
 
 
 # other samplers

@@ -298,3 +298,27 @@ def test_a_plan_by_arithmetic_does_not_wait_for_optuna() -> None:
     code += "print('optuna' in sys.modules, 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert done.stdout == "False False\n"
+
+
+OPEN = """
+import sys
+from search.test_study import store
+store("a", "throughput", storage=sys.argv[1])
+"""
+
+
+def test_searches_that_begin_at_the_same_moment_share_a_new_storage(tmp_path: Path) -> None:
+    paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    words = [sys.executable, "-c", OPEN, storage_in(tmp_path)]
+    started = [subprocess.Popen(words, env=paths, stderr=subprocess.PIPE, text=True) for _ in range(4)]
+    assert [(one.communicate(timeout=120)[1][-500:], one.returncode) for one in started] == [("", 0)] * 4
+
+
+def test_a_trial_that_this_process_gave_up_has_failed(storage: str) -> None:
+    trials = store("a", "throughput", storage=storage)
+    begin(trials, make_probe())
+    trials.recover()
+    assert trials.pending() == [make_probe()]
+    assert not trials.give_up(OSError())
+    trials.recover()
+    assert trials.pending() == []
