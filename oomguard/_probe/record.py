@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -25,6 +25,11 @@ from oomguard._spec.spec import Spec
 
 MAX_SECONDS = 30 * 86_400
 RECORDS = "records.jsonl"  # the file's name in the directory that `--ledger` takes
+
+
+Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
+Amount = Annotated[float, msgspec.Meta(gt=0, le=1e30)]  # JSON comes from files, which anybody may have changed
+TERMS = {"runtime", "weights", "gradients", "optimizer", "input", "rest"}
 
 
 class Limited(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -88,38 +93,38 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """One sentence that says what happened."""
     error: str | None = None
     """The traceback, or the last output of the process."""
-    peak_bytes: int | None = None
+    peak_bytes: Size | None = None
     """The peak: resident bytes of the whole process (CPU), or the bytes that the card showed (CUDA). Only a lower bound
     if no step was measured."""
-    committed_bytes: int | None = None
+    committed_bytes: Size | None = None
     """CPU: the most bytes that were committed (VmData), touched or not."""
-    runtime_bytes: int | None = None
+    runtime_bytes: Size | None = None
     """The part of the peak before the model: interpreter and libraries (CPU), context (CUDA)."""
-    allocated_bytes: int | None = None
+    allocated_bytes: Size | None = None
     """CUDA: `torch.cuda.max_memory_allocated`."""
-    reserved_bytes: int | None = None
+    reserved_bytes: Size | None = None
     """CUDA: `torch.cuda.max_memory_reserved`."""
     terms: dict[str, int] | None = None
     """Summands of the peak, by the sizes of tensors: runtime, weights, gradients, optimizer, input, and the rest."""
-    seconds_per_step: float | None = None
+    seconds_per_step: Amount | None = None
     """Seconds of an optimizer step of the whole batch: its passes and one update."""
-    tokens_per_second: float | None = None
+    tokens_per_second: Amount | None = None
     """Real time steps of real sequences (padding not counted) per second of training."""
-    seconds_per_pass: float | None = None
+    seconds_per_pass: Amount | None = None
     """Seconds of forward and backward of one full microbatch (median)."""
-    fastest_pass_seconds: float | None = None
+    fastest_pass_seconds: Amount | None = None
     """Seconds of the fastest pass. Its distance from the median shows how noisy the times are."""
-    seconds_per_update: float | None = None
+    seconds_per_update: Annotated[float, msgspec.Meta(ge=0, le=1e30)] | None = None
     """Seconds of the optimizer's part of a step (median)."""
-    passes: int = 0
+    passes: Size = 0
     """Passes measured."""
-    steps: int = 0
+    steps: Size = 0
     """Steps measured. 0: the figures are those of an attempt that failed."""
-    retries: int = 0
+    retries: Size = 0
     """CUDA: how often the allocator had to empty its cache and ask again."""
     library: str | None = None
     """The library of the kernels, such as `oneDNN 3.7.1` or `cuDNN 9.10.2`."""
-    skipped: int = 0
+    skipped: Size = 0
     """fp16: measured steps without an update, because gradients overflowed."""
 
 
@@ -141,15 +146,15 @@ class Probed(Measured, frozen=True, kw_only=True):
     """The processor's or the card's name."""
     engine: str | None
     """The kernel that ran the cell; None if the device does not have the one asked for."""
-    budget_bytes: int
+    budget_bytes: Size
     """Bytes that the process was allowed to use."""
-    committed_budget_bytes: int | None = None
+    committed_budget_bytes: Size | None = None
     """CPU: bytes that it was allowed to commit; None without a limit."""
     torch: str | None = None
     """The version of torch; None if it is unknown."""
     started: str
     """Start of the probe, in UTC (ISO 8601)."""
-    seconds: float
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=1e30)]
     """Seconds of the whole probe, the start of a child included."""
 
     def __post_init__(self) -> None:
@@ -158,6 +163,12 @@ class Probed(Measured, frozen=True, kw_only=True):
                 rule=f"A record of {self.verdict.name} has a peak and a time, of at least one step",
                 got=f"got {self.peak_bytes}, {self.seconds_per_step} and {self.steps}",
                 advice="Measure a step first.",
+            )
+        if self.terms is not None and (missing := TERMS - self.terms.keys()):
+            raise MisuseError(
+                rule="The terms of a record are all summands of its peak",
+                got=f"{min(missing)} is missing",
+                advice="Leave the record out.",
             )
         if self.verdict is Verdict.BROKEN and not self.error:
             raise MisuseError(rule="A record of BROKEN has its error", got="got none", advice="Add the traceback.")

@@ -334,10 +334,6 @@ CONTRADICTIONS: dict[str, tuple[Edit, str]] = {
         not_run,
         "record is not one of the chosen candidate",
     ),
-    "a record without a time": (
-        lambda d: other_record(d, seconds_per_step=0.0),
-        "record is not one of the chosen candidate",
-    ),
     "a variable that is no setting of an allocator": (
         lambda d: d.update(exports={"LD_PRELOAD": "evil.so"}),
         "exports has 'LD_PRELOAD', which is no setting of an allocator",

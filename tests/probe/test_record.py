@@ -1,6 +1,8 @@
 """Requests and records: checked at birth, through JSON and back unchanged."""
 
+import json
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,7 +13,7 @@ from probe.probing import TINY, one_thread
 
 from oomguard._core.errors import MisuseError
 from oomguard._core.units import GIB
-from oomguard._probe.record import Answer, Measured, Record, Request, make_record
+from oomguard._probe.record import TERMS, Answer, Ledger, Measured, Record, Request, make_record
 from oomguard._probe.verdict import Verdict
 from oomguard._spec.candidate import Candidate
 from oomguard._spec.spec import Spec
@@ -25,8 +27,8 @@ FOUND: dict[str, Any] = {"peak_bytes": 1 << 28, "seconds_per_step": 0.5, "steps"
     verdict=st.sampled_from(Verdict),
     message=st.text(),
     error=st.text(min_size=1),
-    terms=st.none() | st.dictionaries(st.sampled_from(["runtime", "rest"]), st.integers(-(1 << 60), 1 << 60)),
-    seconds=st.floats(0, 1e9),
+    terms=st.none() | st.fixed_dictionaries({name: st.integers(-(1 << 60), 1 << 60) for name in sorted(TERMS)}),
+    seconds=st.floats(1e-9, 1e9),
 )
 def test_a_record_goes_through_json_and_back_unchanged(seconds: float, **given: Any) -> None:
     record = make_record(REQUEST, Measured(**given, **FOUND, seconds_per_pass=seconds), NOW)
@@ -50,6 +52,27 @@ def test_a_record_knows_engine_budget_and_torch() -> None:
 def test_an_engine_that_the_device_lacks_leaves_the_record_without_one() -> None:
     request = msgspec.structs.replace(REQUEST, candidate=one_thread(TINY, engine="cudnn"))
     assert make_record(request, Measured(verdict=Verdict.UNSUPPORTED, message="No."), NOW).engine is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seconds_per_step": 0.0},
+        {"seconds_per_pass": -1.0},
+        {"peak_bytes": -1},
+        {"passes": 10**30},
+        {"terms": dict.fromkeys(TERMS - {"rest"}, 1)},
+    ],
+    ids=str,
+)
+def test_a_line_of_a_ledger_with_a_figure_that_no_probe_has_is_skipped(tmp_path: Path, change: dict[str, Any]) -> None:
+    record = make_record(REQUEST, Measured(verdict=Verdict.FITS, message="It ran.", **FOUND), NOW)
+    ledger = Ledger(tmp_path / "records.jsonl")
+    ledger.append(record)
+    with ledger.path.open("a") as file:
+        file.write(json.dumps(msgspec.to_builtins(record) | change) + "\n")
+    with pytest.warns(UserWarning, match="line 2 could not be read"):
+        assert ledger.read() == [record]
 
 
 @pytest.mark.parametrize("missing", FOUND)
