@@ -3,6 +3,7 @@
 import importlib.util
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
@@ -118,8 +119,11 @@ def in_flags(**fields: Any) -> str:
     """Fields of a spec, knobs or options as the command line takes them."""
     words = {True: "", False: "no "}
     return " ".join(
-        words[value] + flag(name) if isinstance(value, bool) else f"{flag(name)} {value}"
+        words[value] + flag(name)
+        if isinstance(value, bool)
+        else f"{flag(name)} {','.join(value) if isinstance(value, tuple) else value}"
         for name, value in fields.items()
+        if value is not None
     )
 
 
@@ -323,5 +327,26 @@ def _ways(problem: Problem, records: Sequence[Record], case: Case) -> Iterator[W
         if problem.spec.lengths is not None:  # --seq does not cut a histogram; data can be cut while it is read
             shorter = f"sequences cut to {steps:,} steps (of --data: {in_flags(seq=steps, truncate=True)})"
         yield way(shorter, with_steps(problem.spec, steps))
-    for change in _other_specs(case):
-        yield way(in_flags(**change.fields), msgspec.structs.replace(problem.spec, **change.fields))
+    for fields in [*(change.fields for change in _other_specs(case)), *_other_models(problem)]:
+        with suppress(MisuseError):  # it does not suit the rest of the spec
+            yield way(in_flags(**fields), msgspec.structs.replace(problem.spec, **fields))
+
+
+def _other_models(problem: Problem) -> Iterator[dict[str, Any]]:
+    """Fields of a spec that only the user can change, since another model or another training follows."""
+    spec = problem.spec
+    yield {"optimizer": "sgd"}  # the only one that keeps nothing
+    if spec.vocab is not None:
+        yield {"sparse_embedding": True, "optimizer": "sgd"}
+        yield {"tied": True, "embedding": spec.width, "outputs": spec.vocab}
+        yield {"frozen": (*spec.frozen, "embedding")}
+        yield {"embedding": (spec.embedding or spec.hidden) // 4}
+    yield {"projection": spec.hidden // 4}
+
+    def fits(hidden: int) -> bool:
+        narrower = msgspec.structs.replace(spec, hidden=hidden, projection=None)
+        return bool(screen(replace(problem, spec=narrower), []).eligible.any())
+
+    hidden = longest_that_fits(fits, 0, spec.hidden, parts=20)
+    if hidden:
+        yield {"hidden": hidden, "projection": None}

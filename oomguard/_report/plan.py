@@ -269,8 +269,8 @@ def explain_shortfall(shortfall: Shortfall, spec: Spec | str, device: str) -> li
     if enough:
         advice = f"It would fit with {' or '.join(enough)}."
     else:
-        rest = "None of these is enough" if ways else "No knob lowers it"
-        advice = f"{rest}: raise the budget above {needed}, or make the model smaller."
+        rest = "None of these changes is enough" if ways else "No change that was tried lowers it"
+        advice = f"{rest}: raise the budget above {needed}."
     yes = {True: "yes", False: "no"}
     table = Table(
         header=("change", "would need", "fits", "allowed"),

@@ -132,6 +132,33 @@ def test_sequences_of_many_lengths_are_told_to_be_cut_since_seq_does_not_cut_the
     assert not any(way.change.startswith("--seq") for way in shortfall.ways)
 
 
+def test_where_weights_stand_in_the_way_other_models_and_optimizers_are_tried() -> None:
+    problem, shortfall = of("large weights")
+    ways = {way.change: way.needed_bytes for way in shortfall.ways}
+    tried: dict[str, dict[str, Any]] = {
+        "--optimizer sgd": {"optimizer": "sgd"},
+        "--sparse-embedding --optimizer sgd": {"optimizer": "sgd", "sparse_embedding": True},
+        "--tied --embedding 512 --outputs 100000": {"tied": True, "embedding": 512, "outputs": 100_000},
+        "--frozen embedding": {"frozen": ("embedding",)},
+        "--embedding 128": {"embedding": 128},
+    }
+    for change, fields in tried.items():
+        spec = msgspec.structs.replace(problem.spec, **fields)
+        assert ways[change] == least(replace(problem, spec=spec))
+
+
+def test_the_hidden_size_that_is_named_fits_and_a_little_more_does_not() -> None:
+    problem, shortfall = short(500 * MIB, Spec(cell="lstm", seq=200, hidden=1500))
+    way = next(way for way in shortfall.ways if way.change.startswith("--hidden"))
+    hidden = int(way.change.split()[1])
+    fits = [
+        bool(screen(replace(problem, spec=msgspec.structs.replace(problem.spec, hidden=size)), []).eligible.any())
+        for size in (hidden, hidden + 1 + hidden // 10)
+    ]
+    assert fits == [True, False]
+    assert way.fits
+
+
 def test_what_was_allowed_already_is_told_so() -> None:
     _, shortfall = short(700 * MIB, allow=("window",), **ONE_PIECE | {"microbatch": 32})
     assert {way.allowed for way in shortfall.ways if way.change == "--allow window"} <= {True}
