@@ -24,6 +24,7 @@ from typing import NamedTuple
 HERE = Path(__file__).parent
 SMALLER: dict[str, tuple[str, ...]] = {
     "a_killed_search_goes_on": ("4",),
+    "bad_input_is_refused": ("--seconds", "5"),
     "cost_grows_gently": ("--longest", "100000"),
     "data_stay_on_disk": ("1",),
     "estimates_track_peaks": ("--calibrated", "4"),

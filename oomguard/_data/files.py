@@ -100,7 +100,7 @@ def _open_npy(path: Path) -> Mapped:
             start = file.read(len(np.lib.format.MAGIC_PREFIX))
         if start == np.lib.format.MAGIC_PREFIX:
             return Mapped.npy(path)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # NumPy reads the header as Python, with errors of many kinds
         raise unreadable(path, error) from None
     if not start:
         raise no_data(path)

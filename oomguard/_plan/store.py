@@ -120,6 +120,8 @@ def _device_and_fixed(plan: Plan) -> Iterator[str]:
         yield "where.device is not environment.device"
     if plan.where.cuda == (plan.where.device == "cpu"):
         yield f"where.cuda is {str(plan.where.cuda).lower()}, and where.device is {plan.where.device}"
+    if plan.where.cuda and None in (plan.where.capability, plan.where.multiprocessors):
+        yield "where.cuda is true, and where does not have the card's capability and multiprocessors"
     for name, value in plan.fixed.items():
         if name not in KNOBS or getattr(plan.candidate, name) != value:
             yield f"fixed.{name} is not what the candidate has"

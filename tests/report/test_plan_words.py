@@ -262,7 +262,9 @@ def test_a_shortfall_says_what_is_needed_what_stands_in_the_way_and_every_way() 
     )
 
 
-@pytest.mark.parametrize(("ways", "phrase"), [(SHORT.ways[1:], "None of these"), ((), "No change that was tried lowers it")])
+@pytest.mark.parametrize(
+    ("ways", "phrase"), [(SHORT.ways[1:], "None of these"), ((), "No change that was tried lowers it")]
+)
 def test_a_shortfall_that_no_way_ends_asks_for_memory(ways: tuple[Way, ...], phrase: str) -> None:
     sections = explain_shortfall(msgspec.structs.replace(SHORT, ways=ways), Spec(cell="lstm", seq=10), "cpu")
     assert phrase in text(sections)
