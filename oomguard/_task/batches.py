@@ -25,8 +25,9 @@ from oomguard._task.layout import (
     mapped,
     split,
     take,
+    tensors_of,
 )
-from oomguard._task.task import Task, user_code
+from oomguard._task.task import Task, line_of, user_code
 
 LOOKED_AT, LOOK_SECONDS = 1000, 20.0
 """The most samples whose length is looked at, and the seconds for that: reading a large data set takes hours."""
@@ -188,7 +189,13 @@ class Batches:
     def layout(self) -> Layout:
         """Where a batch holds its rows."""
         if self.samples is None:
-            return find_layout(None, *(self.make(rows, TINY_STEPS) for rows in (2, 3)))
+            two, three = (self.make(rows, TINY_STEPS) for rows in (2, 3))
+            found = find_layout(None, two, three)
+            if not found and tensors_of(two):
+                rule, got = "batch(rows, steps) must make a batch of that many rows", f"{line_of(self.task.batch)}"
+                got += " returned parts of the same sizes for 2 and for 3 rows"
+                raise MisuseError(rule=rule, got=got, advice="Use its first argument as the number of rows.")
+            return found
         make, short, long = self.samples.make, self.samples.nearest(1, 0), self.samples.nearest(1, None)
         return find_layout(make(short), make(short * 2), make(short * 3), make(short + long), make(long * 2))
 

@@ -83,7 +83,8 @@ class TaskTrainer(Trainer):
         first = self.guard.ladder[0].candidate  # lower rungs have fewer rows, see Guard.rows
         candidate = msgspec.structs.replace(first, segments=self._segments)
         loss_of = partial(loss_on, self.task, training.model, candidate, str(training.device))
-        return accumulate_pieces(self._pieces(batch), loss_of, training.optimizer, training.scaler)
+        with user_code("A step of the task must run", self.task.loss, "Correct that line."):
+            return accumulate_pieces(self._pieces(batch), loss_of, training.optimizer, training.scaler)
 
     def _pieces(self, batch: TaskBatch) -> Iterator[tuple[Any, float]]:
         """The microbatches of a batch, each with its share of the rows."""
