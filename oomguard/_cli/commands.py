@@ -72,7 +72,7 @@ _PRESETS = "\n\n".join(
 )
 
 
-@_command("estimate", epilog=_PRESETS, Spec=SPEC, Candidate=_ESTIMATED, Where=flags.WHERE, Output=[JSON])
+@_command("estimate", epilog=_PRESETS, Spec=SPEC, Candidate=_ESTIMATED, Where=flags.WHERE, Output=[flags.TRACED, JSON])
 def _estimate(*, device: str = "cpu", budget: str | None = None, json: bool = False, **values: Any) -> Answer:
     """Estimate the peak memory of one candidate by arithmetic: no run, no GPU, no torch.
 
@@ -100,7 +100,9 @@ def _estimate(*, device: str = "cpu", budget: str | None = None, json: bool = Fa
         free = find_budget(device)
         limit, limit_bytes = free.binding.name, free.limit_bytes
     if name is not None:
-        found = estimate(name, device=device, budget_bytes=limit_bytes, **knobs)
+        found = estimate(
+            name, device=device, budget_bytes=limit_bytes, **parsing.read_options(values, [flags.TRACED]), **knobs
+        )
         text = partial(show_task_estimate, name, found, limit)
         return _answer(json, lambda: to_json(found), text, FITS if found.fits else DOES_NOT_FIT)
     training = not values.get("evaluate", False)
@@ -137,9 +139,10 @@ def _probe(*, device: str = "cpu", budget: str | None = None, json: bool = False
     options = parsing.read_options(values, [flags.TIMEOUT])
     name, knobs = parsing.read_task(values)
     if name is not None:
-        found = probe(name, device=device, budget=budget, **options, **knobs)
         counted = {knob: value for knob, value in knobs.items() if knob in (*COUNTED, "steps")}
-        traced = estimate(name, device=device, budget=budget, **counted | {"microbatch": found.candidate.microbatch})
+        traced = estimate(name, device=device, budget=budget, **options, **counted)
+        knobs["microbatch"] = traced.candidate.microbatch  # that of the loader, unless it was given
+        found = probe(name, device=device, budget=budget, **options, **knobs)
         show = partial(show_record, found, traced)
         return _answer(json, lambda: record_json(found, traced), show, FITS if found.verdict.ran else DOES_NOT_FIT)
     spec, candidate = parsing.read(values)

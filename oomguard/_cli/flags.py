@@ -165,6 +165,7 @@ PLANNED = [Flag("output", "FILE", "File for the plan (default: plan.json)."), FO
 SEQUENCES = Flag("sequences", "N", "Sequences per epoch (default: those of the plan's histogram of lengths).", int)
 HTML = Flag("html", "FILE", "Write a report page with charts, in one file.")
 TIMEOUT = Flag("timeout", "SECONDS", "Time limit, such as 90s or 5min (default: 10min).")
+TRACED = Flag("timeout", "SECONDS", "Time limit of the trace of a task, such as 90s or 5min (default: 3min).")
 LEDGER = Flag("ledger", "DIR", "Add the record to the ledger in this directory.")
 
 
