@@ -521,6 +521,10 @@ def predict(
     streamed to that file and its path is returned; otherwise they are an array, padded with NaN or -100. A CSV has the
     names of columns and classes. A model of your own is found by the name of its function, unless `model` gives it.
 
+    The run of a `Task` is predicted with the task, or its name, in the place of data: its `predict` gets the samples of
+    its data in order, in the microbatches of the plan, without gradients. The result is a list of what it returned, or
+    a file: .npy if that is one tensor with a row for each sample, .pt (`torch.load`) for anything else.
+
     >>> import numpy as np, tempfile, warnings
     >>> plan = find_feasible_config(cell="gru", seq=8, features=2, hidden=8, batch=4, threads=1, max_probes=1)
     >>> numbers = np.random.default_rng(0).normal(size=(40, 8, 3)).astype(np.float32)
@@ -531,8 +535,18 @@ def predict(
     """
     from oomguard._data.options import DataOptions
     from oomguard._train.evaluate import run_prediction
+    from oomguard._train.settings import is_task_run
+    from oomguard._train.task_predict import run_task_prediction
 
     check_names("option", options, DataOptions.__struct_fields__)
+    if is_task_run(run):
+        for name in (*options, *(["probabilities"] if probabilities else [])):
+            rule, advice = f"{flag(name)} is for the run of a spec", "Leave it out."
+            raise MisuseError(rule=rule, got=f"{run} is the run of a task", advice=advice)
+        return run_task_prediction(run, model if data is None else data, output=output, device=device)  # type: ignore[arg-type]
+    if isinstance(data, Task):
+        advice = "Give the run of a task, or data."
+        raise MisuseError(rule="A task is predicted with its own run", got=f"{run} is none", advice=advice)
     return run_prediction(run, data, options, output=output, probabilities=probabilities, device=device, model=model)
 
 

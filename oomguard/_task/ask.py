@@ -43,7 +43,7 @@ def send(task: Task | str, rows: int | None = None, steps: int | None = None) ->
     if task.data is not None:
         samples: Any = task.data
         task = replace(task, data=samples.reduced(rows or samples.batch_size or 1, steps))
-    return packed(replace(task, scheduler=None, validation=None))  # only training needs them
+    return packed(replace(task, scheduler=None, validation=None, predict=None))  # needed after the plan
 
 
 class Asker(AbstractContextManager["Asker", None]):

@@ -35,6 +35,7 @@ class Task:
     `(sum, weight)`, so that microbatches of unequal weight add up exactly. Batches come from `data`, a DataLoader, or
     from `batch`, a function of rows and time steps. `optimizer` is a function of the parameters; the default is Adam.
     `oomguard.train` also takes a `scheduler`, a function of the optimizer, and `validation`, more data of either kind.
+    `oomguard.predict` takes `predict`, a function of model and batch.
 
     >>> def batch(rows, steps):
     ...     import torch
@@ -61,9 +62,11 @@ class Task:
     """A function of the optimizer that returns a scheduler of the learning rate, which steps after every update."""
     validation: "DataLoader[Any] | Callable[[int, int], Any] | None" = None
     """Data whose loss is computed after every epoch: a DataLoader, or a function like `batch`, for one batch."""
+    predict: Callable[..., Any] | None = None
+    """The predictions of a batch, `predict(model, batch)`: tensors, nested as you like."""
 
     def __post_init__(self) -> None:
-        for name in ("model", "loss", "batch", "optimizer", "scheduler"):
+        for name in ("model", "loss", "batch", "optimizer", "scheduler", "predict"):
             value = getattr(self, name)
             if not callable(value) and (name in ("model", "loss") or value is not None):
                 advice = f"Write it as Task({name}=..., ...) with the function itself, not its result."

@@ -169,14 +169,14 @@ class _Reader(Dataset[Any]):
     def __getitem__(self, key: Key) -> Any:
         epoch, number, indices = key
         with seeded(self.seed, epoch, number):
-            return _made_by(self.dataset, lambda: self.collate(self._samples(indices)))
+            return made_by(self.dataset, lambda: self.collate(self._samples(indices)))
 
     def _samples(self, indices: list[Any]) -> list[Any]:
         fetch: Callable[[list[Any]], list[Any]] | None = getattr(self.dataset, "__getitems__", None)
         return [self.dataset[index] for index in indices] if fetch is None else fetch(indices)
 
 
-def _made_by(owner: Any, make: Callable[[], Any]) -> Any:
+def made_by(owner: Any, make: Callable[[], Any]) -> Any:
     """The batch that the user's code makes, or the error for the user."""
     try:
         with user_code("A batch of the task must be made", owner, "Correct that line."):
@@ -215,7 +215,7 @@ class MadeBatches:
         """The batches from a position on."""
         for number in itertools.count(start.done):
             with seeded(self.seed, start.epoch, number):
-                content = _made_by(self.make, lambda: self.make(self.rows, self.seq))
+                content = made_by(self.make, lambda: self.make(self.rows, self.seq))
             if isinstance(content, MisuseError | GuardError):
                 raise content
             position, after = (Position(epoch=start.epoch, done=n) for n in (number, number + 1))
