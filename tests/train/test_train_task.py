@@ -518,10 +518,10 @@ def test_an_error_of_the_data_names_its_line(plan: TaskPlan, tmp_path: Path, wor
         train(plan, task, tmp_path)
 
 
-def test_several_processes_are_refused(plan: TaskPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_need_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(MisuseError, match="A task is trained in one process"):
-        train(plan, trained.task, tmp_path)
+    with pytest.raises(MisuseError, match="Several processes train by one plan, but there is none yet"):
+        oomguard.train(None, trained.task, run=str(tmp_path))
 
 
 # ---- predictions
