@@ -17,6 +17,7 @@ from oomguard._probe.runner import TIMEOUT_SECONDS, Runner
 from oomguard._spec.candidate import KNOBS, Candidate, Candidates
 from oomguard._spec.read import read_candidate, read_spec
 from oomguard._spec.spec import MAX_SEQ, Spec
+from oomguard._task.ask import SECONDS
 from oomguard._task.task import USUAL_ROWS, Task
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def estimate(
     budget_bytes: int | None = None,
     training: bool = True,
     steps: int | None = None,
+    timeout: float | str = SECONDS,
     **fields: Any,
 ) -> Estimate:
     """Estimate the peak memory of one optimizer step by arithmetic, or of an evaluation pass with `training=False`.
@@ -56,7 +58,8 @@ def estimate(
     default it is the free memory of the device. `budget_bytes` is the same, in bytes only.
 
     A `Task`, or its name "package.module:task", is traced in a child process, with `steps` time steps, or with the
-    longest samples of its data. `parts` of the result are its modules. It takes a few seconds.
+    longest samples of its data. `parts` of the result are its modules. It takes a few seconds, at most `timeout`, which
+    is seconds or text such as "5min".
 
     >>> estimate(cell="lstm", seq=1000, device="a100-80gb", budget="6GiB").fits
     True
@@ -66,7 +69,8 @@ def estimate(
     target = find_target(device)
     if isinstance(spec, Task | str):
         given_bytes = _budget_bytes(budget, budget_bytes)
-        traced = _estimate_task(spec, candidate, target, training, steps, fields)
+        how: dict[str, Any] = {"training": training, "steps": steps, "seconds": parse_seconds(timeout, "timeout")}
+        traced = _estimate_task(spec, candidate, target, fields, **how)
         return replace(traced, budget_bytes=find_budget(device).limit_bytes if given_bytes is None else given_bytes)
     if steps is not None:
         fields["steps"] = steps
@@ -81,7 +85,7 @@ def estimate(
 
 
 def _estimate_task(
-    task: Task | str, candidate: object, target: Target, training: bool, steps: int | None, fields: dict[str, Any]
+    task: Task | str, candidate: object, target: Target, fields: dict[str, Any], *, steps: int | None, **how: Any
 ) -> Estimate:
     from oomguard._task.estimate import estimate_task
 
@@ -90,7 +94,7 @@ def _estimate_task(
     if candidate is not None:
         advice = "Give them as estimate(task, microbatch=8, segments=4)."
         raise MisuseError(rule="The knobs of a task are given by name", got="got a Candidate", advice=advice)
-    return estimate_task(task, fields, target, steps=steps, training=training)
+    return estimate_task(task, fields, target, steps=steps, **how)
 
 
 @overload
@@ -197,8 +201,8 @@ def find_feasible_config(
     With `sampler` "gp", "tpe" or "random" one of Optuna's samplers explores, for comparison. Raises `NothingFitsError`
     if nothing fits.
 
-    A `Task`, or its name "package.module:task", is traced and then probed at most 3 times (after `timeout` twice) with
-    its worst batch: of `steps` time steps, or of the longest samples of its data. The batch, that of its loader unless
+    A `Task`, or its name "package.module:task", is traced and then probed at most 3 times with its worst batch: of
+    `steps` time steps, or of the longest samples of its data. The batch, that of its loader unless
     `batch` is given, is kept. Microbatches and segments are used if they keep the gradient of this task, or if `allow`
     names them. Until `timeout`, further probes try one thread, the heap `fast` and half precision. With `maximize`
     "batch", the plan has the largest batch that fits in one pass.
@@ -517,6 +521,10 @@ def predict(
     streamed to that file and its path is returned; otherwise they are an array, padded with NaN or -100. A CSV has the
     names of columns and classes. A model of your own is found by the name of its function, unless `model` gives it.
 
+    The run of a `Task` is predicted with the task, or its name, in the place of data: its `predict` gets the samples of
+    its data in order, in the microbatches of the plan, without gradients. The result is a list of what it returned, or
+    a file: .npy if that is one tensor with a row for each sample, .pt (`torch.load`) for anything else.
+
     >>> import numpy as np, tempfile, warnings
     >>> plan = find_feasible_config(cell="gru", seq=8, features=2, hidden=8, batch=4, threads=1, max_probes=1)
     >>> numbers = np.random.default_rng(0).normal(size=(40, 8, 3)).astype(np.float32)
@@ -527,8 +535,18 @@ def predict(
     """
     from oomguard._data.options import DataOptions
     from oomguard._train.evaluate import run_prediction
+    from oomguard._train.settings import is_task_run
+    from oomguard._train.task_predict import run_task_prediction
 
     check_names("option", options, DataOptions.__struct_fields__)
+    if is_task_run(run):
+        for name in (*options, *(["probabilities"] if probabilities else [])):
+            rule, advice = f"{flag(name)} is for the run of a spec", "Leave it out."
+            raise MisuseError(rule=rule, got=f"{run} is the run of a task", advice=advice)
+        return run_task_prediction(run, model if data is None else data, output=output, device=device)  # type: ignore[arg-type]
+    if isinstance(data, Task):
+        advice = "Give the run of a task, or data."
+        raise MisuseError(rule="A task is predicted with its own run", got=f"{run} is none", advice=advice)
     return run_prediction(run, data, options, output=output, probabilities=probabilities, device=device, model=model)
 
 

@@ -72,7 +72,7 @@ _PRESETS = "\n\n".join(
 )
 
 
-@_command("estimate", epilog=_PRESETS, Spec=SPEC, Candidate=_ESTIMATED, Where=flags.WHERE, Output=[JSON])
+@_command("estimate", epilog=_PRESETS, Spec=SPEC, Candidate=_ESTIMATED, Where=flags.WHERE, Output=[flags.TRACED, JSON])
 def _estimate(*, device: str = "cpu", budget: str | None = None, json: bool = False, **values: Any) -> Answer:
     """Estimate the peak memory of one candidate by arithmetic: no run, no GPU, no torch.
 
@@ -100,7 +100,9 @@ def _estimate(*, device: str = "cpu", budget: str | None = None, json: bool = Fa
         free = find_budget(device)
         limit, limit_bytes = free.binding.name, free.limit_bytes
     if name is not None:
-        found = estimate(name, device=device, budget_bytes=limit_bytes, **knobs)
+        found = estimate(
+            name, device=device, budget_bytes=limit_bytes, **parsing.read_options(values, [flags.TRACED]), **knobs
+        )
         text = partial(show_task_estimate, name, found, limit)
         return _answer(json, lambda: to_json(found), text, FITS if found.fits else DOES_NOT_FIT)
     training = not values.get("evaluate", False)
@@ -137,9 +139,10 @@ def _probe(*, device: str = "cpu", budget: str | None = None, json: bool = False
     options = parsing.read_options(values, [flags.TIMEOUT])
     name, knobs = parsing.read_task(values)
     if name is not None:
-        found = probe(name, device=device, budget=budget, **options, **knobs)
         counted = {knob: value for knob, value in knobs.items() if knob in (*COUNTED, "steps")}
-        traced = estimate(name, device=device, budget=budget, **counted | {"microbatch": found.candidate.microbatch})
+        traced = estimate(name, device=device, budget=budget, **options, **counted)
+        knobs["microbatch"] = traced.candidate.microbatch  # that of the loader, unless it was given
+        found = probe(name, device=device, budget=budget, **options, **knobs)
         show = partial(show_record, found, traced)
         return _answer(json, lambda: record_json(found, traced), show, FITS if found.verdict.ran else DOES_NOT_FIT)
     spec, candidate = parsing.read(values)
@@ -274,26 +277,34 @@ def _resume(*, run: str, **values: Any) -> Answer:
     return answer
 
 
-@_command("predict", RUN, Data=flags.READ, Output=flags.PREDICTED)
+@_command("predict", RUN, Data=flags.READ, Task=flags.PREDICTING, Output=flags.PREDICTED)
 def _predict(*, run: str, **values: Any) -> Answer:
     """Predict every sequence of some data with the model of a run: the best by validation, otherwise the last.
 
     The data (default: that of the training) must have the form of the training data. It is read with the options of
-    the training, unless flags change them.
+    the training, unless flags change them. A task of your own has its data with it, and a function predict.
 
     [bold]Examples[/bold]
 
     - oomguard predict runs/lstm-1000 --data new.csv --output predictions.csv
     - oomguard predict book --data more.txt --probabilities
     - oomguard predict book --data more.txt --device cpu --output next.npy
+    - oomguard predict runs/tagger --model package.module:task
     """
     from oomguard._api import predict
-    from oomguard._train.settings import check_predicted
+    from oomguard._train.settings import check_predicted, check_task_predicted, is_task_run
 
     usual = "predictions.npy"
     written = [flag for flag in flags.PREDICTED if flag is not flags.FORCE]
     options = {"output": usual} | parsing.read_options(values, [*flags.READ[1:], *written])
     parsing.check_output(options["output"], values, usual)
+    if is_task_run(run):
+        check_task_predicted(Path(run), values.get("model"), options["output"])
+        if "data" in values:
+            raise conflict("A task has its own data", "the run of a task", "--data")
+        return Answer(f"{predict(run, values.get('model'), **options)}\n")
+    if "model" in values:
+        raise conflict("The run of a spec has its own model", "such a run", "--model")
     check_predicted(Path(run), values.get("data"), options["output"], options)
     return Answer(f"{predict(run, values.get('data'), **options)}\n")
 

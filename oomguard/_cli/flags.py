@@ -141,8 +141,9 @@ TRAINED = [
 TASK_PLANNED = [*HERE, *(flag for flag in SPEC_FIELDS if flag.name in ("seq", "batch"))]
 """Flags for the plan that `train` makes of a task that has none."""
 RESUMED = [flag for flag in TRAINED if flag.name not in ("run", "resume")]
+PREDICTING = [Flag("model", "NAME", "The task of a run of a task: package.module:task.")]
 PREDICTED = [
-    Flag("output", "FILE", "File for the predictions, .npy or .csv (default: predictions.npy)."),
+    Flag("output", "FILE", "File for the predictions, .npy or .csv, of a task .npy or .pt (default: predictions.npy)."),
     FORCE,
     Flag("probabilities", "", "Write the probabilities of all classes, not the likeliest class.", bool),
     Flag("device", "NAME", "cpu, cuda or cuda:1 (default: as the plan)."),
@@ -165,6 +166,7 @@ PLANNED = [Flag("output", "FILE", "File for the plan (default: plan.json)."), FO
 SEQUENCES = Flag("sequences", "N", "Sequences per epoch (default: those of the plan's histogram of lengths).", int)
 HTML = Flag("html", "FILE", "Write a report page with charts, in one file.")
 TIMEOUT = Flag("timeout", "SECONDS", "Time limit, such as 90s or 5min (default: 10min).")
+TRACED = Flag("timeout", "SECONDS", "Time limit of the trace of a task, such as 90s or 5min (default: 3min).")
 LEDGER = Flag("ledger", "DIR", "Add the record to the ledger in this directory.")
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from oomguard._core.errors import MisuseError, check_choice, check_whole, conflict, nearest, shown
-from oomguard._core.units import format_bytes
+from oomguard._core.units import format_bytes, format_seconds
 from oomguard._device.cpu import cores
 from oomguard._device.find import find_budget, find_target
 from oomguard._plan.find import is_here, make_environment
@@ -25,7 +25,7 @@ from oomguard._probe.verdict import Verdict
 from oomguard._search.run import usable_bytes
 from oomguard._spec.candidate import ALLOWED, Candidate, check_fixed
 from oomguard._spec.spec import MAX_BATCH
-from oomguard._task.ask import Asker, send
+from oomguard._task.ask import CHILD_SECONDS, Asker, send
 from oomguard._task.task import Task, name_of
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class TaskQuestion:
     batch: int | None = None  # rows of a batch; None for those of the loader
     steps: int | None = None  # time steps; None for the longest samples
     max_probes: int = MAX_PROBES  # more than `MAX_PROBES` are never needed
-    seconds: float = 55.0  # time after which no third probe begins
+    seconds: float = 55.0  # time limit of the search
 
     def __post_init__(self) -> None:
         check_choice("maximize", self.maximize, ("throughput", "batch"))
@@ -92,8 +92,10 @@ class Choice(NamedTuple):
 
 def find_task_plan(question: TaskQuestion) -> TaskPlan:
     """The plan of a task; raises `NothingFitsError` if nothing fits."""
-    target, steps, allocator = find_target(question.device), question.steps, question.fixed.get("allocator")
-    with Asker(question.task, target, steps=steps, allocator=allocator) as asker, ExitStack() as stack:
+    target, limit = find_target(question.device), question.seconds
+    how: dict[str, Any] = {"steps": question.steps, "allocator": question.fixed.get("allocator")}
+    how |= {"seconds": limit, "until": time.monotonic() + limit}
+    with Asker(question.task, target, **how) as asker, ExitStack() as stack:
         runner = stack.enter_context(Runner(question.device)) if is_here(question.device) else None
         return _Search(question, asker, runner).run()
 
@@ -102,7 +104,8 @@ class _Search:
     """The traces and probes of one task, and what follows from them."""
 
     def __init__(self, question: TaskQuestion, asker: Asker, runner: Runner | None) -> None:
-        self.question, self.asker, self.runner, self.began = question, asker, runner, time.monotonic()
+        self.question, self.asker, self.runner = question, asker, runner
+        self.began = asker.until - question.seconds
         self.target, self.budget, fixed = asker.target, find_budget(question.device), question.fixed
         free_bytes = self.budget.limit_bytes if runner is None else usable_bytes(runner.free())
         self.budget_bytes = min(free_bytes, question.budget_bytes or free_bytes)
@@ -122,28 +125,56 @@ class _Search:
         self.useless = False  # whether segments save no memory on this task
 
     def run(self) -> TaskPlan:
-        choice = self._pick(0.0) or self._pick(-TRACE_ERROR)  # traces may err on the high side too
+        choice = self._pick(0.0)
+        if choice is None and not self._unchecked():
+            choice = self._pick(-TRACE_ERROR)  # traces may err on the high side too
         if choice is None:
-            raise NothingFitsError(self._shortfall())
+            raise self._nothing_fits()
         if self.runner is None:
-            choice = self._pick(TRACE_ERROR) or choice
-            return self._plan(choice, None)
+            return self._plan(self._pick(TRACE_ERROR) or choice, None)
         sure = self._is_whole(choice) and choice.safe_bytes(TRACE_ERROR) <= self.budget_bytes
         if not sure and "microbatch" not in self.question.fixed:
             choice = choice._replace(rows=max(1, choice.rows // 2))
+        best = self._search(choice)
+        if best is not None:
+            return self._plan(*(best if self.is_open else self._fastest(*best)))
+        if not all(record.verdict.ran or record.verdict is Verdict.TIMEOUT for record in self.records):
+            raise self._nothing_fits()
+        return self._unprobed()
+
+    def _search(self, choice: Choice) -> tuple[Choice, TaskRecord] | None:
+        """Probe a choice and what follows from it, as far as there is time; the best that can be planned."""
         best: tuple[Choice, TaskRecord] | None = None
         next_choice: Choice | None = choice
         while next_choice is not None and len(self.records) < min(MAX_PROBES, self.question.max_probes):
+            if self._is_late():
+                break
             last, record = next_choice, self._probe(next_choice)
             if record.verdict.ran and self._keeps_batch(last):
                 best = last, record
-            next_choice = self._next(last, record, best)
-        if best is None:
-            raise NothingFitsError(self._shortfall())
-        return self._plan(*(best if self.is_open else self._fastest(*best)))
+            try:
+                next_choice = self._next(last, record, best)
+            except MisuseError:  # a trace takes too long, or the model does not run in a setting
+                if best is None:
+                    raise
+                break
+        return best
+
+    def _unprobed(self) -> TaskPlan:
+        """The best plan that is known if its candidate cannot be run any more."""
+        measured = any(record.verdict.ran for record in self.records)
+        choice = self._pick(MARGIN if measured else TRACE_ERROR)
+        if choice is None:
+            raise self._nothing_fits()
+        late = self._is_late() or not measured
+        limit = f"--timeout (it was {format_seconds(self.question.seconds)})" if late else "--max-probes"
+        self.notes.append(f"This candidate was not run, and its peak is predicted. Raise {limit} to have it run.")
+        return self._plan(choice, None)
 
     def _next(self, last: Choice, record: TaskRecord, best: tuple[Choice, TaskRecord] | None) -> Choice | None:
         """The next probe, if one is needed or worth it."""
+        if record.verdict is Verdict.TIMEOUT:
+            return None
         if not record.verdict.ran:
             if self._is_whole(last):
                 self.refused.add(last.shape.segments)
@@ -151,7 +182,7 @@ class _Search:
             rows = last.rows // 2 if best is None else (2 * last.rows + best[0].rows) // 3
             wanted = rows > (0 if best is None else best[0].rows) and "microbatch" not in self.question.fixed
             return last._replace(rows=rows) if wanted else None
-        if (len(self.records) > 1 and self._is_late()) or not all(one.verdict.ran for one in self.records):
+        if not all(one.verdict.ran for one in self.records):
             return None
         self._compare(last, record)
         self.curves.correct(last.shape, record)
@@ -189,7 +220,7 @@ class _Search:
         return ({name: value} for name, value in tried.items() if name not in self.question.fixed)
 
     def _is_late(self) -> bool:
-        return time.monotonic() - self.began > self.question.seconds
+        return self.asker.left <= CHILD_SECONDS
 
     def _is_whole(self, choice: Choice) -> bool:
         """Whether the batch of the user is run in one pass."""
@@ -203,8 +234,8 @@ class _Search:
 
     def _usable(self, knob: str) -> bool:
         """Whether a knob keeps the gradient of this task, or is allowed to change it."""
-        if not self.findings:
-            self.findings = self.asker.check()
+        if knob not in self.findings:
+            self.findings[knob] = self.asker.check(knob)
         return self.findings[knob].exact or knob in self.question.allow
 
     def _pick(self, margin: float) -> Choice | None:
@@ -283,8 +314,9 @@ class _Search:
             rows=rows,
             seq=self.question.steps,
             budget_bytes=self.budget_bytes,
+            timeout=max(CHILD_SECONDS, self.asker.left),
         )
-        if record.verdict not in (*RAN, Verdict.OVER, Verdict.OOM, Verdict.KILLED):
+        if record.verdict not in (*RAN, Verdict.OVER, Verdict.OOM, Verdict.KILLED, Verdict.TIMEOUT):
             raise MisuseError(
                 rule="A step of the task must run in a child process",
                 got=f"{record.verdict.name}: {record.message.rstrip('.')}",
@@ -307,6 +339,7 @@ class _Search:
             lossy["precision"] = f"The model runs in {candidate.precision}."
         if candidate.precision == "fp16":
             self.notes.append("Gradients in fp16 need a scale: oomguard.stepper(..., scaler=torch.amp.GradScaler()).")
+        guessed = record is None and choice.curve.runtime_bytes is None
         estimate = min(choice.curve.points, key=lambda point: abs(int(point.candidate.microbatch) - choice.rows))
         return TaskPlan(
             task=name_of(question.task),
@@ -320,7 +353,7 @@ class _Search:
             allow=question.allow,
             lossy=lossy,
             estimate=figures(estimate),
-            expected=choice.curve.prediction(choice.rows, MARGIN if self.records else TRACE_ERROR),
+            expected=choice.curve.prediction(choice.rows, TRACE_ERROR if guessed else MARGIN),
             record=record,
             fallbacks=tuple(self._fallbacks(choice)),
             plain_bytes=curves[self.plain].peak_bytes(batch),
@@ -344,6 +377,20 @@ class _Search:
             rows = -(-rows // 2)
             smaller = msgspec.structs.replace(self._candidate(choice), microbatch=rows, accumulation=-(-batch // rows))
             yield TaskRung(candidate=smaller, expected=choice.curve.prediction(rows, MARGIN))
+
+    def _unchecked(self) -> list[str]:
+        """The knobs that are not used because their check took too long."""
+        return [knob for knob, finding in self.findings.items() if finding.late and knob not in self.question.allow]
+
+    def _nothing_fits(self) -> NothingFitsError | MisuseError:
+        """The error if nothing fits, or if nothing that fits was found in time."""
+        late = self._unchecked()
+        if not late and not any(record.verdict is Verdict.TIMEOUT for record in self.records):
+            return NothingFitsError(self._shortfall())
+        what = "the check of the gradient" if late else "a probe"
+        advice = "Raise --timeout" + (f", or give --allow {','.join(late)}." if late else ".")
+        limit = format_seconds(self.question.seconds)
+        return MisuseError(rule="A plan must be found in time", got=f"{what} took too long for {limit}", advice=advice)
 
     def _shortfall(self) -> Shortfall:
         """Why nothing fits, and which lossy knob would help."""

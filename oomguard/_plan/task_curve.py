@@ -149,9 +149,9 @@ class Curves:
         self.made[shape] = measured
 
     def _is_near(self, shape: Shape, rows: int) -> bool:
-        """Whether a trace has about so many rows, or traces take long."""
+        """Whether a trace has about so many rows, or traces take long, for all time or for what is left of it."""
         distances = [abs(int(one.candidate.microbatch) - max(1, rows)) for one in self[shape].points]
-        return self._seconds > PATIENCE_SECONDS or min(distances) <= CLOSE * rows
+        return self._seconds > min(PATIENCE_SECONDS, self.asker.left) or min(distances) <= CLOSE * rows
 
     def _trace_at(self, shape: Shape, rows: int) -> None:
         curve, traced = self[shape], self._trace([shape.run | {"microbatch": rows}])

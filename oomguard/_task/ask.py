@@ -1,5 +1,6 @@
 """Ask a child process about a task. This module does not import torch, unless the task has data of this process."""
 
+import math
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from oomguard._task.child import Answer
 
 SECONDS = 180.0  # time limit of traces or a check, and of the tiny passes that are run if traces take longer
+CHILD_SECONDS = 3.0  # the least time for anything: a child takes as long to start
 KNOBS = ("accumulation", "segments", "precision", "training")  # what a run may say beside microbatch and allocator
 
 
@@ -41,7 +43,7 @@ def send(task: Task | str, rows: int | None = None, steps: int | None = None) ->
     if task.data is not None:
         samples: Any = task.data
         task = replace(task, data=samples.reduced(rows or samples.batch_size or 1, steps))
-    return packed(replace(task, scheduler=None, validation=None))  # only training needs them
+    return packed(replace(task, scheduler=None, validation=None, predict=None))  # needed after the plan
 
 
 class Asker(AbstractContextManager["Asker", None]):
@@ -55,7 +57,9 @@ class Asker(AbstractContextManager["Asker", None]):
         steps: int | None = None,
         allocator: str | None = None,
         seconds: float = SECONDS,
+        until: float = math.inf,
     ) -> None:
+        self.until = until  # when all work must be done, as `time.monotonic` counts
         self.task, self.target, self.steps, self.seconds = sampled(task), target, steps, seconds
         self.traced = True  # whether traces are quick enough; tiny passes are measured otherwise
         self._variables = ENVIRONMENT[heap_of(allocator, "native")]
@@ -69,37 +73,47 @@ class Asker(AbstractContextManager["Asker", None]):
         """
         usual: dict[str, Any] = {"steps": self.steps, "target": self.target}
         rows = max(run.get("microbatch") or 1 for run in runs)
+        began = time.monotonic()
         for traced in (True, False) if self.traced else (False,):
             self.traced = traced
             questions = [usual | _fields(run) | {"traced": traced} for run in runs]
             with suppress(TimeoutError):  # traces that take too long are followed by a fit
-                found: list[Answer] = self._ask("child", "answers", questions, rows=rows)
+                found: list[Answer] = self._ask("child", "answers", questions, seconds=self._seconds(), rows=rows)
                 return found
-        raise MisuseError(
-            rule=f"The estimate of a task takes at most {format_seconds(self.seconds)}",
-            got="neither a trace nor tiny passes were done by then",
-            advice="Give shorter sequences or fewer rows.",
-        )
+        got = f"neither a trace nor tiny passes were after {format_seconds(time.monotonic() - began)}"
+        advice = "Give shorter sequences or fewer rows."
+        advice = advice if math.isinf(self.until) else "Raise --timeout, or give shorter sequences or fewer rows."
+        raise MisuseError(rule="The estimate of a task must be done in time", got=got, advice=advice)
 
-    def check(self) -> "dict[str, Finding]":
-        """Compare the gradient of every knob with the plain step's on a tiny batch."""
+    def check(self, knob: str) -> "Finding":
+        """Compare the gradient with a knob with the plain step's on a tiny batch."""
+        seconds = self._seconds()
         try:
-            found: dict[str, Finding] = self._ask("check", "findings")
+            found: Finding = self._ask("check", "finding", knob, seconds=seconds)
         except TimeoutError:
             from oomguard._task.check import unchecked
 
-            return unchecked(self.seconds)
+            return unchecked(knob, seconds)
         return found
 
-    def _ask(self, module: str, function: str, *arguments: Any, rows: int = 1) -> Any:
+    def _seconds(self) -> float:
+        """The time limit of the next work: half of what is left, so that other work has some too."""
+        return max(CHILD_SECONDS, min(self.seconds, self.left / 2))
+
+    @property
+    def left(self) -> float:
+        """Seconds until all work must be done."""
+        return self.until - time.monotonic()
+
+    def _ask(self, module: str, function: str, *arguments: Any, seconds: float, rows: int = 1) -> Any:
         """Call a function in the child, which begins with the task and as much memory as is free."""
-        until = time.monotonic() + self.seconds
+        until = time.monotonic() + seconds
         if self._child is None:
             self._child, self._rows = Elsewhere(self._variables), 0
         try:
             if rows > self._rows:
                 begin = send(self.task, rows, self.steps), self.steps, Cpu().budget().left_bytes
-                self._child.call("oomguard._task.child", "begin", *begin, seconds=self.seconds)
+                self._child.call("oomguard._task.child", "begin", *begin, seconds=seconds)
                 self._rows = MAX_BATCH if isinstance(self.task, str) or self.task.data is None else rows
             left = until - time.monotonic()
             return self._child.call(f"oomguard._task.{module}", function, *arguments, seconds=left)

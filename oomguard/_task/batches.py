@@ -25,8 +25,9 @@ from oomguard._task.layout import (
     mapped,
     split,
     take,
+    tensors_of,
 )
-from oomguard._task.task import Task, user_code
+from oomguard._task.task import Task, line_of, user_code
 
 LOOKED_AT, LOOK_SECONDS = 1000, 20.0
 """The most samples whose length is looked at, and the seconds for that: reading a large data set takes hours."""
@@ -78,6 +79,14 @@ class Samples:
         goal = self.longest if steps is None else steps
         order = sorted(self.lengths, key=lambda index: (abs(self.lengths[index] - goal), index))
         return list(islice(cycle(order), rows))
+
+    def unequal(self, rows: int) -> list[int]:
+        """Indices of so many short samples, by length: of unequal length, as far as there are any not much longer."""
+        shortest = sorted(self.lengths, key=lambda index: (self.lengths[index], index))
+        firsts = {self.lengths[index]: index for index in reversed(shortest)}
+        near = sorted(length for length in firsts if length <= min(firsts) + TINY_STEPS)
+        order = dict.fromkeys([*(firsts[length] for length in near), *shortest])  # each index once
+        return sorted(islice(cycle(order), rows), key=shortest.index)
 
     def make(self, indices: list[int]) -> Any:
         """Collate samples."""
@@ -188,19 +197,30 @@ class Batches:
     def layout(self) -> Layout:
         """Where a batch holds its rows."""
         if self.samples is None:
-            return find_layout(None, *(self.make(rows, TINY_STEPS) for rows in (2, 3)))
+            two, three = (self.make(rows, TINY_STEPS) for rows in (2, 3))
+            found = find_layout(None, two, three)
+            if not found and tensors_of(two):
+                rule, got = "batch(rows, steps) must make a batch of that many rows", f"{line_of(self.task.batch)}"
+                got += " returned parts of the same sizes for 2 and for 3 rows"
+                raise MisuseError(rule=rule, got=got, advice="Use its first argument as the number of rows.")
+            return found
         make, short, long = self.samples.make, self.samples.nearest(1, 0), self.samples.nearest(1, None)
         return find_layout(make(short), make(short * 2), make(short * 3), make(short + long), make(long * 2))
 
-    def split(self, batch: Any, microbatch: int, steps: int | None = None) -> list[Any]:
-        """Split a batch that `make` made into microbatches, or where that is impossible, collate fewer samples."""
+    def split(
+        self, batch: Any, microbatch: int, steps: int | None = None, chosen: list[int] | None = None
+    ) -> list[Any]:
+        """Split a batch that `make` made into microbatches, or where that is impossible, collate fewer samples.
+
+        The batch has the samples closest to a length, or the chosen ones.
+        """
         try:
             return split(batch, self.layout, microbatch)
         except MisuseError:
             if self.samples is None:
                 raise
         rows = count_rows(batch, self.layout)
-        chosen = self.samples.nearest(rows, steps)
+        chosen = chosen or self.samples.nearest(rows, steps)
         return [self.samples.make(chosen[start : start + microbatch]) for start in range(0, rows, microbatch)]
 
     def steps_of(self, batch: Any) -> int:

@@ -21,7 +21,7 @@ from oomguard._task.task import Task
 from oomguard._task.times import in_segments, time_of
 from oomguard._task.trace import build, evaluate
 
-ROWS, MICROBATCH = 6, 2  # rows of the tiny batch, and of the microbatches that it is split into
+ROWS, MICROBATCH = 4, 2  # rows of the tiny batch, and of the microbatches that it is split into
 SEGMENTS = 3  # segments of the recurrent calls
 TOLERANCE = 1e-8
 """The largest difference of gradients, relative to the largest entry, that counts as rounding in double precision."""
@@ -35,6 +35,7 @@ class Finding:
     exact: bool
     error: float  # the largest difference of the gradients, relative to their largest entry
     reason: str = ""  # why it is lossy, as a sentence; empty if it is exact
+    late: bool = False  # whether the check took too long, so that the knob only counts as lossy
 
 
 class Trial(NamedTuple):
@@ -60,23 +61,26 @@ class Trial(NamedTuple):
         return [count_rows(piece, self.batches.layout) for piece in pieces]
 
 
-def unchecked(seconds: float) -> dict[str, Finding]:
-    """Count every knob as lossy, because the check takes too long, as it may for a loop over many cells."""
+def unchecked(knob: str, seconds: float) -> Finding:
+    """Count a knob as lossy, because its check takes too long, as it may for a loop over many cells."""
     reason = f"It was not checked: a tiny step takes too long for a check of {format_seconds(seconds)}."
-    return {knob: Finding(knob, exact=False, error=float("inf"), reason=reason) for knob in CHECKS}
+    return Finding(knob, exact=False, error=float("inf"), reason=reason, late=True)
 
 
-def findings() -> dict[str, Finding]:
-    """Check every knob on the task of this process, by tiny batches."""
+def finding(knob: str) -> Finding:
+    """Check a knob on the task of this process, by a tiny batch."""
     batches = subject().batches
     model = copy.deepcopy(build(batches.task)).double().train()
-    trial = Trial(batches.task, model, batches)
-    with _Expected():  # type: ignore[no-untyped-call]
-        return {knob: check(trial) for knob, check in CHECKS.items()}
+    return CHECKS[knob](Trial(batches.task, model, batches))
 
 
 def check_microbatch(trial: Trial) -> Finding:
-    """Compare the gradient of microbatches with that of the whole batch."""
+    """Compare the gradient of microbatches with that of the whole batch. Their dropout masks are others, by chance."""
+    with _Expected():  # type: ignore[no-untyped-call]
+        return _check_microbatch(trial)
+
+
+def _check_microbatch(trial: Trial) -> Finding:
     try:
         whole, pieces = _batches(trial)
     except MisuseError as error:
@@ -91,7 +95,17 @@ def check_microbatch(trial: Trial) -> Finding:
 
 
 def check_segments(trial: Trial) -> Finding:
-    """Compare the gradient in segments with that of the whole batch: of recurrent calls or, with a state, of a loss."""
+    """Compare the gradient in segments with that of the whole batch: of recurrent calls or, with a state, of a loss.
+
+    Segments of recurrent calls have the dropout masks of the whole calls. Pieces of a loss draw their own.
+    """
+    if not trial.task.piecewise:
+        return _check_segments(trial)
+    with _Expected():  # type: ignore[no-untyped-call]
+        return _check_segments(trial)
+
+
+def _check_segments(trial: Trial) -> Finding:
     whole = _whole(trial)[0]
     plain = trial.gradient([whole], [ROWS])
     try:
@@ -110,17 +124,19 @@ CHECKS: dict[str, Callable[[Trial], Finding]] = {"microbatch": check_microbatch,
 
 
 def _batches(trial: Trial) -> tuple[Any, list[Any]]:
-    """A batch of samples of unequal length, and its microbatches."""
-    whole, steps = _whole(trial)
-    return whole, [trial.batches.beginning(piece) for piece in trial.batches.split(whole, MICROBATCH, steps)]
+    """A batch of short samples of unequal length, and its microbatches."""
+    whole, chosen = _whole(trial)
+    return whole, [trial.batches.beginning(piece) for piece in trial.batches.split(whole, MICROBATCH, chosen=chosen)]
 
 
-def _whole(trial: Trial) -> tuple[Any, int]:
-    """A batch of samples of unequal length, and the length that they are close to."""
+def _whole(trial: Trial) -> tuple[Any, list[int]]:
+    """A batch of short samples of unequal length, and their indices."""
     seed()
     samples = trial.batches.samples
-    steps = TINY_STEPS if samples is None else sum(samples.lengths.values()) // len(samples.lengths)
-    return trial.batches.beginning(trial.batches.make(ROWS, steps)), steps
+    if samples is None:
+        return trial.batches.make(ROWS, TINY_STEPS), []
+    chosen = samples.unequal(ROWS)
+    return trial.batches.beginning(samples.make(chosen)), chosen
 
 
 def _reason(trial: Trial, whole: Any, pieces: list[Any], plain: Tensor) -> str:

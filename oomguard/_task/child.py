@@ -17,7 +17,7 @@ from oomguard._device.cpu import Cpu
 from oomguard._estimate.target import Target
 from oomguard._task.batches import Batches
 from oomguard._task.layout import Layout, mapped, tensors_of
-from oomguard._task.task import USUAL_ROWS, Task, line_of, resolve
+from oomguard._task.task import USUAL_ROWS, Task, line_of, resolve, user_code
 from oomguard._task.times import in_segments, time_of
 from oomguard._task.trace import Trace, build, evaluate, make_optimizer, mean_of, trace
 
@@ -176,8 +176,9 @@ def _tiny_step(batches: Batches, steps: int | None, device: str) -> None:
             got=f"{line_of(task.loss)} returned {loss.item()}",
             advice="Look for divisions by zero, logarithms of zero and lengths of zero.",
         )
-    loss.backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
+    with user_code("A step of the task must run", task.loss, "Correct that line."):
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
 
 
 def _traced(batches: Batches, batch: Any, question: Question) -> tuple[Trace | None, str]:

@@ -1,6 +1,7 @@
 """The estimate of a task: a child process traces one step, and its bytes become the terms and parts of an estimate."""
 
 import math
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,8 @@ def estimate_task(
 ) -> Estimate:
     """Estimate one optimizer step of a task, or of the task of that name, without running it at full size."""
     _check_counted(Candidate(**{"microbatch": 1} | knobs))
-    with Asker(task, target, steps=steps, allocator=knobs.get("allocator"), seconds=seconds) as asker:
+    how: dict[str, Any] = {"steps": steps, "allocator": knobs.get("allocator"), "seconds": seconds}
+    with Asker(task, target, **how, until=time.monotonic() + seconds) as asker:
         answer = asker.trace([knobs | {"training": training}])[0]
     return to_estimate(answer, Candidate(**knobs | {"microbatch": answer.rows}), target)
 

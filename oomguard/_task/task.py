@@ -35,6 +35,7 @@ class Task:
     `(sum, weight)`, so that microbatches of unequal weight add up exactly. Batches come from `data`, a DataLoader, or
     from `batch`, a function of rows and time steps. `optimizer` is a function of the parameters; the default is Adam.
     `oomguard.train` also takes a `scheduler`, a function of the optimizer, and `validation`, more data of either kind.
+    `oomguard.predict` takes `predict`, a function of model and batch.
 
     >>> def batch(rows, steps):
     ...     import torch
@@ -61,9 +62,11 @@ class Task:
     """A function of the optimizer that returns a scheduler of the learning rate, which steps after every update."""
     validation: "DataLoader[Any] | Callable[[int, int], Any] | None" = None
     """Data whose loss is computed after every epoch: a DataLoader, or a function like `batch`, for one batch."""
+    predict: Callable[..., Any] | None = None
+    """The predictions of a batch, `predict(model, batch)`: tensors, nested as you like."""
 
     def __post_init__(self) -> None:
-        for name in ("model", "loss", "batch", "optimizer", "scheduler"):
+        for name in ("model", "loss", "batch", "optimizer", "scheduler", "predict"):
             value = getattr(self, name)
             if not callable(value) and (name in ("model", "loss") or value is not None):
                 advice = f"Write it as Task({name}=..., ...) with the function itself, not its result."
@@ -112,7 +115,7 @@ def _check_loader(name: str, loader: Any) -> None:
     missing = [name for name in ("dataset", "collate_fn", "batch_size") if not hasattr(loader, name)]
     if missing:
         got, advice = f"got {shown(loader)}", "Wrap the dataset: torch.utils.data.DataLoader(dataset)."
-    elif not (hasattr(loader.dataset, "__getitem__") and hasattr(loader.dataset, "__len__")):
+    elif not _has_indices(loader.dataset):
         got = f"{type(loader.dataset).__name__} at {line_of(type(loader.dataset))} can only be iterated"
         advice = "Give the dataset __getitem__ and __len__, or give batch=, a function of rows and time steps."
     elif loader.batch_size is None and getattr(loader, "batch_sampler", None) is None:
@@ -120,6 +123,13 @@ def _check_loader(name: str, loader: Any) -> None:
     else:
         return
     raise MisuseError(rule=f"{name} must be a DataLoader whose samples have indices", got=got, advice=advice)
+
+
+def _has_indices(dataset: Any) -> bool:
+    from torch.utils.data import IterableDataset  # it has a __getitem__ that only raises an error
+
+    indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    return indexed and not isinstance(dataset, IterableDataset)
 
 
 def name_of(task: Task | str) -> str:
@@ -165,20 +175,25 @@ def user_code(rule: str, function: Any, advice: str) -> Iterator[None]:
         yield
     except (OomguardError, MemoryError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         place = _own_line(error) or line_of(function)
-        words = " ".join(str(error).split())[:300] or "no message"
-        raise MisuseError(
-            rule=rule, got=f"{place} raised {type(error).__name__}: {words.rstrip('.')}", advice=advice
-        ) from error
+        raise MisuseError(rule=rule, got=_raised(place, error), advice=advice) from error
+
+
+def _raised(place: str, error: BaseException) -> str:
+    words = " ".join(str(error).split())[:300] or "no message"
+    return f"{place} raised {type(error).__name__}: {words.rstrip('.')}"
 
 
 def _own_line(error: BaseException) -> str | None:
     """The last line of a traceback that is neither in oomguard nor in an installed package, as `file:line`."""
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f"{error.filename}:{error.lineno}"
     ours = str(Path(__file__).parents[1])
     libraries = (ours, sys.base_prefix + os.sep + "lib", f"{os.sep}site-packages{os.sep}", "<frozen")
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not any(part in frame.filename for part in libraries)]
+    own = [frame for frame in own if (frame.filename, frame.name) != ("<string>", "__init__")]  # of a dataclass
     return f"{own[-1].filename}:{own[-1].lineno}" if own else None
 
 
@@ -195,7 +210,7 @@ def resolve(name: str) -> Task:
             raise _failed_import(rule, module_name, error) from error
         advice = f"Run the command in the folder that has {module_name.split('.')[0]}, or set PYTHONPATH."
         raise MisuseError(rule=rule, got=f"there is no module {error.name}", advice=advice) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _failed_import(rule, module_name, error) from error
     for part in path.split("."):
         if not hasattr(found, part):
@@ -211,9 +226,11 @@ def resolve(name: str) -> Task:
     return found
 
 
-def _failed_import(rule: str, module: str, error: Exception) -> MisuseError:
-    place, words = _own_line(error) or module, " ".join(str(error).split())[:300]
-    return MisuseError(rule=rule, got=f"{place} raised {type(error).__name__}: {words}", advice="Correct that line.")
+def _failed_import(rule: str, module: str, error: BaseException) -> MisuseError:
+    place = _own_line(error) or module
+    if isinstance(error, MisuseError):  # of the Task itself
+        return MisuseError(rule=error.rule, got=f"{error.got} ({place})", advice=error.advice)
+    return MisuseError(rule=rule, got=_raised(place, error), advice="Correct that line.")
 
 
 def packed(task: Task) -> bytes:
@@ -227,9 +244,14 @@ def packed(task: Task) -> bytes:
         part = next((name for name in parts if not _can_be_sent(getattr(task, name))), "task")
         raise MisuseError(
             rule="A task is sent to a child process",
-            got=f"its {part} at {line_of(getattr(task, part, task))} cannot be pickled ({str(error)[:200]})",
+            got=f"its {part} at {line_of(_sent(task, part))} cannot be pickled ({str(error)[:200]})",
             advice="Build such objects inside the function, or name the task by --model package.module:task.",
         ) from None
+
+
+def _sent(task: Task, part: str) -> Any:
+    """The user's function in a part of a task: samples are sent with the function that collates them."""
+    return getattr(task.data, "collate_fn", task.data) if part == "data" else getattr(task, part, task)
 
 
 def _can_be_sent(value: Any) -> bool:

@@ -57,11 +57,16 @@ def make_optimizer(task: Task, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer of a task for a module."""
     make: Callable[..., Any] = task.optimizer or torch.optim.Adam
     with user_code("optimizer(parameters) must make an optimizer", make, "Correct that line."):
-        made: torch.optim.Optimizer = make(model.parameters())
+        made: Any = make(model.parameters())
+    if not isinstance(made, torch.optim.Optimizer):
+        got = f"{line_of(make)} returned {shown(made)}"
+        rule, advice = "optimizer(parameters) must return a torch.optim.Optimizer", "Return the optimizer."
+        raise MisuseError(rule=rule, got=got, advice=advice)
     if isinstance(made, torch.optim.LBFGS):  # it would call the loss again and again
         advice = "Use an optimizer that takes one step for each gradient."
         raise MisuseError(rule="An optimizer must step without a closure", got="got LBFGS", advice=advice)
-    return made
+    optimizer: torch.optim.Optimizer = made
+    return optimizer
 
 
 def call_loss(task: Task, model: nn.Module, batch: Any) -> Any:
@@ -78,16 +83,35 @@ def evaluate(task: Task, model: nn.Module, batch: Any, *, training: bool = True)
     """The loss of a batch as a sum and its weight; the weight of a mean is None."""
     result = call_loss(task, model, batch)
     total, weight = result[:2] if isinstance(result, tuple | list) and len(result) >= 2 else (result, None)
-    if not isinstance(total, Tensor) or total.numel() != 1:
-        what = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else shown(total)
-        advice = "Return the mean over the batch, or (sum, weight)."
-        got = f"{line_of(task.loss)} returned {what}"
-        raise MisuseError(rule="The loss must be one number", got=got, advice=advice)
+    if not _is_number(total) or not isinstance(total, Tensor):
+        rule, advice = "The loss must be one number", "Return the mean over the batch as a tensor, or (sum, weight)."
+        raise _wrong_loss(task, rule, _form(total), advice)
+    if not _is_number(weight):
+        advice = "Return the mean over the batch alone, or (sum, weight)."
+        raise _wrong_loss(task, "The weight of a loss must be one number", f"{_form(weight)} beside it", advice)
     if training and total.grad_fn is None:
-        got = f"{line_of(task.loss)} returned a loss without a gradient"
+        fixed = not any(parameter.requires_grad for parameter in model.parameters())
         advice = "Compute it from the model's output, without detach, item or torch.no_grad."
-        raise MisuseError(rule="The loss must depend on the parameters", got=got, advice=advice)
+        advice = "Build a model with parameters that require a gradient." if fixed else advice
+        raise _wrong_loss(task, "The loss must depend on the parameters", "a loss without a gradient", advice)
     return total.reshape(()), weight
+
+
+def _wrong_loss(task: Task, rule: str, what: str, advice: str) -> MisuseError:
+    return MisuseError(rule=rule, got=f"{line_of(task.loss)} returned {what}", advice=advice)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a loss or a weight is one number with a value; None, the weight of a mean, counts as 1."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and value.device.type != "meta"
+    return value is None or (hasattr(value, "__float__") and getattr(value, "shape", ()) == ())
+
+
+def _form(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return shown(value)
+    return f"a tensor of shape {tuple(value.shape)}" + " on meta, without values" * (value.device.type == "meta")
 
 
 def mean_of(total: Tensor, weight: Any) -> Tensor:

@@ -146,6 +146,10 @@ class Trainer(ABC):
     def _end_step(self, outcome: Outcome) -> None:
         """Do what comes after a step."""
 
+    def _exchange(self, loss: torch.Tensor) -> torch.Tensor:
+        """Sum the gradients and the losses of all processes."""
+        return self.ranks.sum_gradients(self.training.model, loss)
+
     def _for_checkpoint(self) -> TrainState:
         """The state as a checkpoint stores it."""
         return self.state
@@ -202,8 +206,7 @@ class Trainer(ABC):
                 with attempt:
                     loss = self._accumulate(batch)
             with ranks.together():
-                loss = ranks.sum_gradients(training.model, loss)
-                return update(training, loss, self.config.options.clip, guard.update)
+                return update(training, self._exchange(loss), self.config.options.clip, guard.update)
 
     def _finish_step(self, batch: Batch | TaskBatch, outcome: Outcome, seconds: float) -> None:
         loss, step, lr = float(outcome.loss), self.state.step + 1, self.training.optimizer.param_groups[0]["lr"]

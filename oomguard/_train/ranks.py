@@ -5,7 +5,7 @@ gradients and one after the update. So they fall back together, and none waits f
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,7 +17,6 @@ from oomguard._core.errors import GuardError, MisuseError, TornUpdateError
 from oomguard._data.source import Ints
 from oomguard._guard import another_process_failed
 from oomguard._rnn.model import trainable
-from oomguard._spec.spec import Spec
 
 DONE, TORN, FAILED = 0, 1, 2  # outcome of work that all processes do; the largest counts
 
@@ -90,20 +89,48 @@ class Ranks:
                 exchange.wait()
         return loss
 
+    def sum_shares(self, model: nn.Module, loss: Tensor, weight: float) -> Tensor:
+        """Sum gradients and loss over all processes. Each is the mean over a share of the batch of that weight.
+
+        A weight of the model that has a gradient in any process gets one in all of them, as in one process.
+        """
+        if self.world == 1:
+            return loss
+        share, parameters = weight / (self.sums([weight])[0] or 1.0), trainable(model)
+        used = self.agree([parameter.grad is not None for parameter in parameters])
+        for parameter, is_used in zip(parameters, used, strict=True):
+            if parameter.grad is not None:
+                parameter.grad *= share
+            elif is_used:
+                parameter.grad = torch.zeros_like(parameter)
+        return self.sum_gradients(model, loss * share)
+
+    def copy_first(self, tensors: Iterable[Tensor]) -> None:
+        """Give tensors the values that they have in the first process."""
+        if self.world > 1:
+            with torch.no_grad():
+                for tensor in tensors:
+                    distributed.broadcast(tensor, 0)
+
+
+def check_dense(*, sparse: bool) -> None:
+    """Raise if several processes would have to exchange sparse gradients."""
+    if sparse:
+        raise MisuseError(
+            rule="Several processes can only exchange dense gradients",
+            got="got a sparse embedding",
+            advice="Leave sparse out, or train in one process.",
+        )
+
 
 @contextmanager
-def join(device: str, spec: Spec) -> Iterator[Ranks]:
-    """Join the processes that torchrun started; without torchrun, train alone."""
+def join(device: str, *, sparse: bool) -> Iterator[Ranks]:
+    """Join the processes that torchrun started; without torchrun, train alone. `sparse`: some gradients are sparse."""
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if world == 1:
         yield Ranks(device=device)
         return
-    if spec.sparse_embedding:
-        raise MisuseError(
-            rule="Several processes can only exchange dense gradients",
-            got="got --sparse-embedding",
-            advice="Make a plan without it, or train in one process.",
-        )
+    check_dense(sparse=sparse)
     cuda = device.startswith("cuda")
     own_device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if cuda else "cpu"
     is_ours = not distributed.is_initialized()

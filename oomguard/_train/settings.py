@@ -9,11 +9,15 @@ from typing import Any
 
 import msgspec
 
-from oomguard._core.errors import MisuseError
+from oomguard._core.errors import MisuseError, shown
 from oomguard._core.system import file_errors, read_file, write_file
 from oomguard._data.open import kind_of
 from oomguard._data.options import DataOptions, check_used
+from oomguard._plan.store import load_plan
+from oomguard._plan.task_value import TaskPlan
 from oomguard._plan.value import Plan
+from oomguard._task.task import NAME as TASK_NAME
+from oomguard._task.task import Task
 from oomguard._train import TrainOptions
 
 NAME = "settings.json"
@@ -68,6 +72,29 @@ def check_predicted(run: Path, data: Any, output: str | None, given: Mapping[str
     settings = read_settings(run)
     if settings is not None and isinstance(data, str | Path):
         kind_of(Path(data), DataOptions(format=given.get("format", settings.options.format)))
+
+
+def is_task_run(run: str | os.PathLike[str]) -> bool:
+    """Whether a directory has the run of a task."""
+    path = Path(run) / "plan.json"
+    return path.exists() and isinstance(load_plan(path), TaskPlan)
+
+
+def check_task_predicted(run: Path, task: Task | str | None, output: str | None) -> TaskPlan:
+    """Raise unless the directory has a run of the task, and the output can have its form; returns the plan."""
+    check_run(run)
+    plan = load_plan(run / "plan.json")
+    assert isinstance(plan, TaskPlan), "of a task, by `is_task_run`"
+    if output is not None and Path(output).suffix.lower() not in (".npy", ".pt"):
+        advice = "Give --output predictions.npy for one tensor with a row for each sample, predictions.pt for others."
+        raise MisuseError(rule="Predictions of a task are written as .npy or .pt", got=f"got {output!r}", advice=advice)
+    if not isinstance(task, Task) and not (isinstance(task, str) and TASK_NAME.fullmatch(task)):
+        got = "none was given" if task is None else f"got {shown(task)}"
+        advice = f"Add --model {plan.task}, or write predict(run, task): no run imports code by itself."
+        raise MisuseError(
+            rule=f"The run is one of the task {plan.task}, which has model and data", got=got, advice=advice
+        )
+    return plan
 
 
 def read_settings(directory: Path) -> RunSettings | None:

@@ -57,7 +57,7 @@ def run_training(
         data_options = complete(data, data_options)
     model = settings.model if model is None else model
     check_environment(plan)
-    with join(plan.where.device, plan.spec) as ranks:
+    with join(plan.where.device, sparse=plan.spec.sparse_embedding) as ranks:
         checkpoint = load(directory / CHECKPOINTS)
         ranks.agree([0])  # no process writes a checkpoint before all have looked for one
         opened = open_data(data, plan.spec, data_options, None if checkpoint is None else checkpoint.state.normaliser)

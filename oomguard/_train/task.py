@@ -31,6 +31,7 @@ from oomguard._task.trace import build, make_optimizer
 from oomguard._train.checkpoint import Checkpoint, TrainState, restore
 from oomguard._train.evaluate import in_microbatches
 from oomguard._train.loop import RunConfig, Trainer
+from oomguard._train.ranks import check_dense
 from oomguard._train.start import begin, make_guard, resumed_state
 from oomguard._train.task_data import MadeBatches, TaskBatch, TaskLoader
 
@@ -79,11 +80,26 @@ class TaskTrainer(Trainer):
         return self._loader.workers
 
     def _accumulate(self, batch: TaskBatch) -> Tensor:
-        training = self.training
+        training, self._weight = self.training, 0.0
+        if not batch.rows:  # fewer rows than processes
+            return torch.zeros((), device=training.device)
         first = self.guard.ladder[0].candidate  # lower rungs have fewer rows, see Guard.rows
         candidate = msgspec.structs.replace(first, segments=self._segments)
         loss_of = partial(loss_on, self.task, training.model, candidate, str(training.device))
-        return accumulate_pieces(self._pieces(batch), loss_of, training.optimizer, training.scaler)
+        weights = list[float]()
+
+        def weighed(piece: Any) -> tuple[Tensor, float | None]:
+            loss, weight = loss_of(piece)
+            weights.extend([] if weight is None else [weight])
+            return loss, weight
+
+        with user_code("A step of the task must run", self.task.loss, "Correct that line."):
+            loss = accumulate_pieces(self._pieces(batch), weighed, training.optimizer, training.scaler)
+        self._weight = sum(weights) if weights else float(batch.rows)
+        return loss
+
+    def _exchange(self, loss: Tensor) -> Tensor:
+        return self.ranks.sum_shares(self.training.model, loss, self._weight)
 
     def _pieces(self, batch: TaskBatch) -> Iterator[tuple[Any, float]]:
         """The microbatches of a batch, each with its share of the rows."""
@@ -108,7 +124,13 @@ class TaskTrainer(Trainer):
         return mapped(lambda tensor: tensor.to(self.training.device), batch)
 
     def _begin_step(self) -> None:
-        """The optimizer has its learning rate from the task."""
+        """Give each of several processes its own random numbers, and the same ones again after a resume."""
+        if self.ranks.world > 1:
+            entropy = self.config.seed, self.ranks.rank, self.state.step
+            seed(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
+
+    def _report(self, outcome: Outcome, loss: float, tokens_per_second: float | None, rows_per_second: float) -> None:
+        super()._report(outcome, loss, tokens_per_second, rows_per_second * self.ranks.world)
 
     def _end_step(self, outcome: Outcome) -> None:
         if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau) and not outcome.skipped:
@@ -125,11 +147,13 @@ class TaskTrainer(Trainer):
         if self.validation is None:
             return None
         count = None if isinstance(self.validation, TaskLoader) else 1
-        with self._as_evaluated(), torch.no_grad():
+        self.ranks.copy_first(self.training.model.buffers())  # such as those of BatchNorm, as DDP does
+        with self.ranks.together(), self._as_evaluated(), torch.no_grad():
             losses = [
                 loss for batch in islice(self.validation.batches(Position()), count) for loss in self._losses(batch)
             ]
-        loss = sum(total for total, _ in losses) / (sum(weight for _, weight in losses) or 1.0)
+        total, weight = self.ranks.sums([sum(column) for column in zip((0.0, 0.0), *losses, strict=True)])
+        loss = total / (weight or 1.0)
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(loss)
         return loss
@@ -166,7 +190,8 @@ class TaskTrainer(Trainer):
 def make_trainer(config: TaskConfig, checkpoint: Checkpoint | None) -> TaskTrainer:
     """A trainer of a task at its first step, or where the checkpoint was saved."""
     plan, task = config.plan, config.task
-    device = open_device(plan.where.device)
+    ranks = config.ranks
+    device = open_device(ranks.device if ranks.world > 1 else plan.where.device)
     loader = _loader_of(config, task.batch if task.data is None else task.data, plan.batch)
     state = TrainState(task=config.name, data=_describe(loader), data_options=DataOptions(seed=config.seed))
     if checkpoint is None:
@@ -175,6 +200,8 @@ def make_trainer(config: TaskConfig, checkpoint: Checkpoint | None) -> TaskTrain
         state = resumed_state(checkpoint, state, plan)
     seed(config.seed)
     model = build(task).to(device.name).train()
+    check_dense(sparse=ranks.world > 1 and any(getattr(module, "sparse", False) for module in model.modules()))
+    ranks.copy_first([*model.parameters(), *model.buffers()])  # a model that is given has other weights in each process
     optimizer = make_optimizer(task, model)
     _check_parameters(optimizer, model)
     scheduler = _make_scheduler(task, optimizer)
@@ -219,9 +246,13 @@ def _loader_of(config: TaskConfig, data: Any, rows: int | None) -> TaskLoader | 
         workers = getattr(data, "num_workers", 0)
         # the layout is that of batches of the training data; others are collated microbatch by microbatch
         known = bool(plan.layout) and data.collate_fn is getattr(config.task.data, "collate_fn", None)
-        return TaskLoader(data=data, rows=rows, seed=config.seed, workers=workers, collates=known)
+        return TaskLoader(data=data, rows=rows, seed=config.seed, workers=workers, collates=known, ranks=config.ranks)
     assert plan.seq is not None, "the plan of a task whose batches are made has a length"
-    return MadeBatches(make=data, rows=plan.batch, seq=plan.seq, seed=config.seed)
+    layout = layout_of(plan.layout)
+    if config.ranks.world > 1 and not layout:
+        got, advice = "these cannot be split", "Give the task data=, a DataLoader, or train in one process."
+        raise MisuseError(rule="Several processes share the rows of a batch", got=got, advice=advice)
+    return MadeBatches(make=data, rows=plan.batch, seq=plan.seq, seed=config.seed, layout=layout, ranks=config.ranks)
 
 
 def _describe(loader: TaskLoader | MadeBatches) -> dict[str, Any]:

@@ -10,13 +10,16 @@ from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, get_worker_info
+from torch.utils.data.distributed import DistributedSampler
 
 from oomguard._core.errors import GuardError, MisuseError, shown
 from oomguard._data.loader import handle_ended_children, lost_worker
 from oomguard._data.order import Position
 from oomguard._probe.verdict import Verdict, judge
 from oomguard._rnn.rng import seeded
+from oomguard._task.layout import Layout, take
 from oomguard._task.task import user_code
+from oomguard._train.ranks import Ranks
 
 Key = tuple[int, int, list[Any]]  # a batch of a loader: its epoch, its number there, and the indices of its samples
 
@@ -27,7 +30,7 @@ class TaskBatch:
 
     position: Position  # where training is before this batch
     after: Position  # where training is once it is done
-    rows: int
+    rows: int  # of this process
     content: Any  # what `collate_fn` or the function returned; otherwise the list of its samples
     collate: Callable[[list[Any]], Any] | None = None  # what is to collate samples; None: that is done
     lost: str | None = None  # the error of a worker process that has died, if one has
@@ -38,7 +41,8 @@ class TaskBatch:
 class TaskLoader:
     """Batches of a DataLoader. Their order follows from (seed, epoch), what they draw at random also from their number.
 
-    Batches before the first one that is asked for are neither read nor collated.
+    Batches before the first one that is asked for are neither read nor collated. Of several processes, each has its
+    share of the samples of a batch, unless the loader has a DistributedSampler: then that is the share.
     """
 
     data: DataLoader[Any]
@@ -46,6 +50,7 @@ class TaskLoader:
     seed: int
     workers: int
     collates: bool = True  # otherwise the content of a batch is the list of its samples
+    ranks: Ranks = Ranks()  # noqa: RUF009 (it is frozen)
 
     def __len__(self) -> int:
         """Batches of the first epoch."""
@@ -69,8 +74,10 @@ class TaskLoader:
     def _draw(self, epoch: int) -> list[list[Any]]:
         sampler: Any = getattr(self.data, "sampler", None) or range(len(self.data.dataset))  # type: ignore[arg-type]
         batches: Any = getattr(self.data, "batch_sampler", None)
-        if batches is None or (type(batches) is BatchSampler and self.rows is not None):
-            batches = BatchSampler(sampler, self.rows or 1, getattr(self.data, "drop_last", False))
+        parts = self._distributed(sampler)
+        if batches is None or (type(batches) is BatchSampler and (self.rows is not None or parts > 1)):
+            rows = -(-(self.rows or getattr(self.data, "batch_size", None) or 1) // parts)
+            batches = BatchSampler(sampler, rows, getattr(self.data, "drop_last", False))
         with seeded(self.seed, epoch):
             for part in (self.data, sampler, batches):
                 if isinstance(generator := getattr(part, "generator", None), torch.Generator):
@@ -79,10 +86,23 @@ class TaskLoader:
                     part.set_epoch(epoch)
             with user_code("The sampler must give the indices of batches", type(sampler), "Correct that line."):
                 order = [list(batch) for batch in batches]
+        if parts == 1:
+            order = [batch[self.ranks.rank :: self.ranks.world] for batch in order]
         if not order:
             got, advice = "this one has none", "Add samples, or leave drop_last out."
             raise MisuseError(rule="A loader must have batches", got=got, advice=advice)
         return order
+
+    def _distributed(self, sampler: Any) -> int:
+        """The processes that a DistributedSampler deals its samples to; 1 for other samplers."""
+        if not isinstance(sampler, DistributedSampler):
+            return 1
+        world = self.ranks.world
+        if (sampler.num_replicas, sampler.rank) != (world, self.ranks.rank):
+            got = f"it is number {sampler.rank} of {sampler.num_replicas}, and the process {self.ranks.rank} of {world}"
+            advice = "Give it num_replicas and rank of torchrun (WORLD_SIZE, RANK), or leave it out."
+            raise MisuseError(rule="A DistributedSampler must be that of its process", got=got, advice=advice)
+        return world
 
     def batches(self, start: Position) -> Iterator[TaskBatch]:
         """The batches of an epoch, from a position on. If a worker dies, this process reads the others."""
@@ -169,14 +189,14 @@ class _Reader(Dataset[Any]):
     def __getitem__(self, key: Key) -> Any:
         epoch, number, indices = key
         with seeded(self.seed, epoch, number):
-            return _made_by(self.dataset, lambda: self.collate(self._samples(indices)))
+            return made_by(self.dataset, lambda: self.collate(self._samples(indices))) if indices else None
 
     def _samples(self, indices: list[Any]) -> list[Any]:
         fetch: Callable[[list[Any]], list[Any]] | None = getattr(self.dataset, "__getitems__", None)
         return [self.dataset[index] for index in indices] if fetch is None else fetch(indices)
 
 
-def _made_by(owner: Any, make: Callable[[], Any]) -> Any:
+def made_by(owner: Any, make: Callable[[], Any]) -> Any:
     """The batch that the user's code makes, or the error for the user."""
     try:
         with user_code("A batch of the task must be made", owner, "Correct that line."):
@@ -203,20 +223,28 @@ def _start_worker(init: Callable[[int], None] | None, worker: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class MadeBatches:
-    """Batches that a function of rows and time steps makes, without end; their random numbers follow from the seed."""
+    """Batches that a function of rows and time steps makes, without end; their random numbers follow from the seed.
+
+    Each of several processes makes whole batches, and keeps its share of the rows.
+    """
 
     make: Callable[[int, int], Any]
     rows: int
     seq: int
     seed: int
+    layout: Layout  # where a batch holds its rows
+    ranks: Ranks = Ranks()  # noqa: RUF009 (it is frozen)
     workers: int = 0
 
     def batches(self, start: Position) -> Iterator[TaskBatch]:
         """The batches from a position on."""
         for number in itertools.count(start.done):
             with seeded(self.seed, start.epoch, number):
-                content = _made_by(self.make, lambda: self.make(self.rows, self.seq))
+                content = made_by(self.make, lambda: self.make(self.rows, self.seq))
             if isinstance(content, MisuseError | GuardError):
                 raise content
             position, after = (Position(epoch=start.epoch, done=n) for n in (number, number + 1))
-            yield TaskBatch(position=position, after=after, rows=self.rows, content=content)
+            start_row, end_row = (self.rows * (self.ranks.rank + one) // self.ranks.world for one in (0, 1))
+            if self.ranks.world > 1:
+                content = take(content, self.layout, start_row, end_row) if end_row > start_row else None
+            yield TaskBatch(position=position, after=after, rows=end_row - start_row, content=content)

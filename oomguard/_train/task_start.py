@@ -2,9 +2,10 @@
 
 import os
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from oomguard._core.errors import MisuseError, check_names, check_whole, flag, shown
 from oomguard._core.units import format_bytes, read_budget
@@ -17,6 +18,9 @@ from oomguard._task.task import NAME, Task, goes_by, name_of, resolve
 from oomguard._train import TrainOptions
 from oomguard._train.loop import TaskResult, TrainProgress
 from oomguard._train.start import check_environment, find_start, run_from
+
+if TYPE_CHECKING:
+    from oomguard._train.ranks import Ranks
 
 PLANNING = ("budget", "device", "batch", "seq")
 """Options for the plan of a task that has none. With a plan, they must say what it says."""
@@ -57,19 +61,35 @@ def run_task_training(
         )
     _check_options(known, train_options)
     check_environment(plan)
+    from oomguard._train.ranks import join
     from oomguard._train.task import TaskConfig, make_trainer
 
     began = None if checkpoint is None else checkpoint.state.task or None
-    config = TaskConfig(
-        plan=plan,
-        options=train_options,
-        directory=directory,
-        progress=progress,
-        task=known,
-        name=began if began is not None and is_named(began) else plan.task,
-        seed=seed,
-    )
-    return run_from(config, checkpoint, make_trainer)
+    with join(plan.where.device, sparse=False) as ranks:
+        ranks.agree([0])  # no process writes a checkpoint before all have looked for one
+        _warn_of_shares(plan, ranks)
+        config = TaskConfig(
+            plan=plan,
+            options=train_options,
+            directory=directory,
+            ranks=ranks,
+            progress=progress,
+            task=known,
+            name=began if began is not None and is_named(began) else plan.task,
+            seed=seed,
+        )
+        return run_from(config, checkpoint, make_trainer)
+
+
+def _warn_of_shares(plan: TaskPlan, ranks: "Ranks") -> None:
+    """Warn if shares of a batch are not known to add up to its gradient."""
+    exact = plan.fallbacks or plan.candidate.accumulation > 1 or plan.batch == 1
+    if ranks.world > 1 and ranks.first and not exact:
+        warnings.warn(
+            "Each process computes its share of the batch, and parts of a batch are not known to add up to the "
+            f"gradient of the task {plan.task}. Train it in one process if that matters.",
+            stacklevel=4,
+        )
 
 
 def run_directory(name: str, options: TrainOptions) -> Path:
@@ -90,6 +110,9 @@ def plan_of_run(task: Task | str, options: Mapping[str, Any]) -> tuple[TaskPlan,
         raise MisuseError(
             rule="A run continues with its own task", got=f"{directory} is a run of a spec", advice=advice
         )
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        advice = "Make it first with oomguard plan, and give it to each process: oomguard train plan.json."
+        raise MisuseError(rule="Several processes train by one plan", got="there is none yet", advice=advice)
     check_whole("seq", options.get("seq"), 1, MAX_SEQ)
     question = TaskQuestion(
         task=task,
@@ -139,6 +162,3 @@ def _check_options(task: Task, options: TrainOptions) -> None:
     if task.batch is not None and (options.steps is None or options.epochs is not None):
         got, advice = "its batches have no end", "Give --steps instead of --epochs."
         raise MisuseError(rule="A task with batch= is trained for a number of steps", got=got, advice=advice)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        advice = "Start it without torchrun, or use oomguard.stepper in a loop of your own."
-        raise MisuseError(rule="A task is trained in one process", got="torchrun started several", advice=advice)

@@ -1,5 +1,6 @@
 """Tasks that need tens of MiB, so that budgets limit them, and take a fraction of a second per step."""
 
+import time
 from functools import cache
 from typing import Any
 
@@ -160,6 +161,20 @@ def in_fp32(model: nn.Module, batch: Tensor) -> Any:
     return squares(model, batch)
 
 
+def hangs(model: nn.Module, batch: Tensor) -> Any:
+    if len(batch) > 2 and type(batch) is Tensor and batch.dtype is torch.float32:  # not in a trace, nor in a check
+        time.sleep(600)
+    return squares(model, batch)
+
+
+def hangs_in_double(model: nn.Module, batch: Tensor) -> Any:
+    if batch.dtype is torch.float64:
+        time.sleep(600)
+    return squares(model, batch)
+
+
+hanging = Task(model=Regression, loss=hangs, batch=waves)
+unchecked = Task(model=Regression, loss=hangs_in_double, batch=waves)
 exacting = Task(model=Regression, loss=in_fp32, batch=waves)
 fussy = Task(model=Regression, loss=fails_when_large, batch=waves)
 

@@ -249,6 +249,5 @@ def test_a_model_that_needs_all_steps_of_its_samples_gets_them() -> None:
     samples: Any = [torch.randn(200, 3) for _ in range(6)]
     task = Task(model=Fixed, loss=loss, data=DataLoader(samples, batch_size=4))
     with Asker(task, CPU) as asker:
-        found = asker.check()
-    assert found["microbatch"].exact
-    assert found["segments"].exact
+        assert asker.check("microbatch").exact
+        assert asker.check("segments").exact

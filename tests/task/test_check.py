@@ -1,5 +1,9 @@
 """Checks of knobs: which are exact on a task, and why others are not."""
 
+import time
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from task import models
@@ -8,14 +12,15 @@ from torch import Tensor, nn
 from oomguard import Task
 from oomguard._estimate.target import CPU
 from oomguard._task.ask import Asker
-from oomguard._task.check import Finding, findings
-from oomguard._task.child import begin
+from oomguard._task.check import Finding, finding
+from oomguard._task.child import batches_of, begin
+from oomguard._task.task import packed
 
 
 def checked(name: str) -> Finding:
     """What a child would find, without a child."""
     begin(f"task.models:{name}", 5, 1 << 40)
-    return findings()["microbatch"]
+    return finding("microbatch")
 
 
 @pytest.mark.parametrize("name", ["word_model", "dropped_out", "tagger", "translator", "forecast", "weight_drop"])
@@ -43,7 +48,7 @@ def test_lossy_microbatches_are_recognised_with_their_reason(name: str, reason: 
 
 def test_flat_targets_are_exact_in_microbatches() -> None:
     with Asker(models.speech, CPU) as asker:
-        found = asker.check()["microbatch"]
+        found = asker.check("microbatch")
     assert found.exact, found.reason
 
 
@@ -56,11 +61,41 @@ def test_a_flat_part_whose_rows_are_in_another_order_than_guessed_is_not_split_u
         return nn.functional.cross_entropy(model(batch[0].T)[0].flatten(0, 1), batch[1])
 
     with Asker(Task(model=models.WordModel, loss=loss, batch=interleaved), CPU) as asker:
-        assert not asker.check()["microbatch"].exact
+        assert not asker.check("microbatch").exact
 
 
-def test_a_task_that_is_too_slow_to_check_keeps_its_knobs_unused() -> None:
-    with Asker("task.models:forecast", CPU, seconds=0.01) as asker:
-        found = asker.check()
-    assert not any(finding.exact for finding in found.values())
-    assert "takes too long" in found["microbatch"].reason
+def test_dropout_between_layers_does_not_make_segments_lossy() -> None:
+    task = Task(model=lambda: nn.LSTM(3, 4, 2, dropout=0.5), loss=mean, batch=lambda rows, steps: waves(steps, rows))
+    begin(packed(task), 5, 1 << 40)
+    found = finding("segments")
+    assert found.exact, found.reason
+
+
+def test_rows_of_a_check_are_short_and_of_unequal_length_where_there_are_any() -> None:
+    samples = batches_of("task.models:tagger").samples
+    assert samples is not None
+    assert [samples.lengths[index] for index in samples.unequal(4)] == [4, 5, 6, 7]
+    assert replace(samples, lengths={0: 9, 1: 9, 2: 9, 3: 20, 4: 20}).unequal(4) == [0, 1, 2, 3]
+    assert replace(samples, lengths={0: 9, 1: 9, 2: 5000, 3: 9, 4: 9}).unequal(4) == [0, 1, 3, 4]
+    assert replace(samples, lengths={0: 9, 1: 20}).unequal(4) == [0, 0, 1, 1]
+
+
+def waves(rows: int, steps: int) -> Tensor:
+    return torch.randn(rows, steps, 3)
+
+
+def mean(model: nn.Module, batch: Tensor) -> Any:
+    return model(batch)[0].square().mean()
+
+
+def endless(model: nn.Module, batch: Tensor) -> Any:
+    time.sleep(600)
+
+
+def test_a_knob_whose_check_takes_too_long_counts_as_lossy() -> None:
+    task = Task(model=lambda: nn.GRU(3, 4), loss=endless, batch=waves)
+    with Asker(task, CPU, until=time.monotonic()) as asker:
+        found = asker.check("microbatch")
+    assert not found.exact
+    assert found.late
+    assert "takes too long" in found.reason

@@ -21,7 +21,6 @@ from oomguard._estimate.cards import card
 from oomguard._estimate.target import CPU, on_card
 from oomguard._task.batches import Batches
 from oomguard._task.child import Answer, answers, begin
-from oomguard._task.estimate import estimate_task
 from oomguard._task.layout import mapped
 from oomguard._task.task import packed
 from oomguard._task.trace import Trace, build, evaluate, make_optimizer, trace
@@ -282,8 +281,8 @@ def test_a_task_that_takes_too_long_is_given_up() -> None:
         time.sleep(60)
         return squares(model, batch)
 
-    with pytest.raises(MisuseError, match=r"takes at most 2\.0 s"):
-        estimate_task(Task(model=Forecast, loss=slow, batch=waves), {}, CPU, steps=5, seconds=2.0)
+    with pytest.raises(MisuseError, match=r"neither a trace nor tiny passes were after .* Raise --timeout"):
+        oomguard.estimate(Task(model=Forecast, loss=slow, batch=waves), steps=5, timeout="2s")
 
 
 def test_a_function_of_rows_and_steps_needs_steps() -> None:

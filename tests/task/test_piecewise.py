@@ -9,7 +9,7 @@ from task import sized
 
 import oomguard
 from oomguard._core.units import GIB, MIB
-from oomguard._task.check import Finding, findings
+from oomguard._task.check import Finding, finding
 from oomguard._task.child import begin
 
 pytestmark = pytest.mark.timeout(300)
@@ -19,7 +19,7 @@ FIXED: dict[str, Any] = {"threads": 1, "allocator": "tight"}
 def checked(name: str) -> Finding:
     """What a child would find, without a child."""
     begin(f"task.sized:{name}", 40, 1 << 40)
-    return findings()["segments"]
+    return finding("segments")
 
 
 @pytest.mark.parametrize("name", ["piecewise", "windowed"])

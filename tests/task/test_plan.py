@@ -105,6 +105,24 @@ def test_a_lossy_precision_must_be_allowed() -> None:
         plan_of(sized.regression, 25 * MIB, precision="bf16", allow="none", steps=60)
 
 
+# ---- within the time limit
+
+
+def test_a_plan_is_made_by_traces_if_no_probe_is_done_in_time() -> None:
+    plan = plan_of(sized.hanging, 60 * MIB, batch=64, steps=60, timeout=30)
+    assert plan.record is None
+    assert [record.verdict.name for record in plan.records] == ["TIMEOUT"]
+    assert plan.seconds < 60
+    assert plan.expected.peak_bytes + plan.expected.margin_bytes <= plan.budget_bytes
+    assert "was not run, and its peak is predicted. Raise --timeout" in str(plan)
+
+
+def test_a_check_that_takes_too_long_is_told() -> None:
+    how: dict[str, Any] = {"batch": 64, "steps": 2000, "segments": 1, "device": "t4", "budget": "500MiB"}
+    with pytest.raises(MisuseError, match=r"the check of the gradient took too long .* or give --allow microbatch"):
+        oomguard.find_feasible_config(sized.unchecked, timeout=30, allow="none", **how)
+
+
 # ---- what is stored, and used
 
 

@@ -86,6 +86,7 @@ def noisy(**options: Any) -> Task:
         optimizer=optimizer,
         scheduler=schedule,
         validation=loader(),
+        predict=lambda model, batch: model(batch[0]),
     )
 
 

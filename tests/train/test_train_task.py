@@ -518,16 +518,79 @@ def test_an_error_of_the_data_names_its_line(plan: TaskPlan, tmp_path: Path, wor
         train(plan, task, tmp_path)
 
 
-def test_several_processes_are_refused(plan: TaskPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_need_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(MisuseError, match="A task is trained in one process"):
-        train(plan, trained.task, tmp_path)
+    with pytest.raises(MisuseError, match="Several processes train by one plan, but there is none yet"):
+        oomguard.train(None, trained.task, run=str(tmp_path))
 
 
-def test_predict_refuses_the_run_of_a_task(plan: TaskPlan, tmp_path: Path) -> None:
-    train(plan, trained.task, tmp_path, steps=1)
-    with pytest.raises(MisuseError, match="This takes the plan of a spec"):
-        oomguard.predict(tmp_path, np.zeros((2, 3)))
+# ---- predictions
+
+
+def scores(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Any:
+    assert not torch.is_grad_enabled()
+    return model(batch[0])
+
+
+def by_hand(result: TaskResult) -> list[Tensor]:
+    """The scores of every sample, alone in its batch."""
+    model = result.model.eval()
+    with torch.no_grad():
+        return [model(words[None])[0] for words, _ in (trained.Sentences()[n] for n in range(trained.SAMPLES))]
+
+
+def test_a_run_predicts_all_samples_in_order_with_its_weights(plan: TaskPlan, tmp_path: Path) -> None:
+    task = replace(trained.calm, data=trained.loader(shuffle=True), predict=scores)
+    expected = by_hand(train(plan, task, tmp_path / "run", epochs=1))
+    parts = oomguard.predict(tmp_path / "run", task)
+    found = [row for part in parts for row in part]
+    assert len(found) == len(expected) == trained.SAMPLES
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one[: len(other)], other)
+    path = oomguard.predict(tmp_path / "run", task, output=str(tmp_path / "p.npy"))
+    array = np.load(path)
+    assert array.shape == (trained.SAMPLES, 12, trained.TAGS)
+    np.testing.assert_allclose(array[3, :7], expected[3], rtol=1e-5, atol=1e-6)
+    assert np.isnan(array).any()  # a microbatch of short samples
+
+
+def test_nested_predictions_are_written_by_torch(plan: TaskPlan, tmp_path: Path) -> None:
+    def named(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Any:
+        return {"scores": scores(model, batch), "words": batch[0]}
+
+    task = replace(trained.calm, predict=named)
+    train(plan, task, tmp_path, steps=1)
+    path = oomguard.predict(tmp_path, task, output=str(tmp_path / "p.pt"))
+    first = torch.load(path)[0]
+    assert first["scores"].shape[:2] == first["words"].shape
+    with pytest.raises(MisuseError, match=r"task\.py:\d+ returned \{'scores'.* Write --output predictions\.pt"):
+        oomguard.predict(tmp_path, task, output=str(tmp_path / "p.npy"))
+
+
+def fails(model: nn.Module, batch: Any) -> Any:
+    raise KeyError("no head")
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        (None, {}, "Add --model trained:calm"),
+        (np.zeros((2, 3)), {}, r"which has model and data, but got array"),
+        (trained.calm, {}, r"need its predict, but this task has none. Write Task\(predict="),
+        (trained.wave, {}, "A run predicts with its own task"),
+        (replace(trained.calm, predict=fails), {}, r"task\.py:\d+ raised KeyError"),
+        (trained.calm, {"output": "p.csv"}, "are written as .npy or .pt"),
+        (trained.calm, {"probabilities": True}, "--probabilities is for the run of a spec"),
+        (trained.calm, {"stride": 3}, "--stride is for the run of a spec"),
+    ],
+)
+def test_predictions_of_a_task_that_cannot_be_are_explained(
+    plan: TaskPlan, tmp_path: Path, given: Any, options: dict[str, Any], message: str
+) -> None:
+    train(plan, trained.calm, tmp_path, steps=1)
+    message = message.replace("trained:calm", name_of(trained.calm))
+    with pytest.raises(MisuseError, match=message):
+        oomguard.predict(tmp_path, given, **options)
 
 
 # ---- the command line
@@ -550,6 +613,10 @@ def test_the_command_plans_trains_and_resumes_a_task(tmp_path: Path) -> None:
     rest = command(tmp_path, "train --model task.trained:task --epochs 2 --run parts --resume")
     assert rest.returncode == 0, rest.stderr
     assert column(tmp_path / "parts") == column(tmp_path / "whole")
+    assert "Add --model task.trained:task" in command(tmp_path, "predict parts").stderr
+    written = command(tmp_path, "predict parts --model task.trained:task --output parts/p.npy")
+    assert (written.returncode, written.stdout) == (0, "parts/p.npy\n"), written.stderr
+    assert len(np.load(tmp_path / "parts/p.npy")) == trained.SAMPLES
     shown = command(tmp_path, "show parts")
     assert shown.returncode == 0, shown.stderr
     assert "oomguard train plan.json --model task.trained:task" in shown.stdout
