@@ -1,6 +1,6 @@
 """The command `oomguard`: runs a command line and turns every error into one message and an exit code.
 
-Exit codes: 0 fits or done, 1 does not fit, 2 misuse. With `--json`, stdout is one JSON document; messages go to stderr.
+`EXIT_CODES` has the exit codes. With `--json`, stdout is one JSON document; messages go to stderr.
 """
 
 import io

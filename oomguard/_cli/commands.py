@@ -21,8 +21,17 @@ from oomguard._spec.read import PRESETS
 if TYPE_CHECKING:  # imported where it is used, since --json does not need it
     from rich.console import Console
 
-FITS, DOES_NOT_FIT, MISUSE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
+FITS, DOES_NOT_FIT, MISUSE, BROKEN, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 70, 130, 141
 """Exit codes. The last two are those of the shell: 128 plus the number of the signal."""
+EXIT_CODES = {
+    FITS: "It fits, or it is done.",
+    DOES_NOT_FIT: "It does not fit, or memory ran out on the last fallback of a plan (there is a checkpoint).",
+    MISUSE: "Wrong usage: a flag, a file or data. The message on stderr says what to do.",
+    BROKEN: "An internal error of oomguard, with a traceback. Please report it.",
+    INTERRUPTED: "Ended by Ctrl-C or SIGTERM. A training has saved a checkpoint.",
+    BROKEN_PIPE: "The reader of stdout has closed the pipe, as head does.",
+}
+"""The meaning of every exit code. Other codes come from the system: 137 is a process that was killed (SIGKILL)."""
 
 PLAN = Flag("plan", "PLAN", "Plan file, written by oomguard plan, or the directory of a run.")
 RUN = Flag("run", "RUN", "Directory of a training run, written by oomguard train.")
@@ -42,6 +51,7 @@ Train LSTM, GRU and RNN models on long sequences without running out of memory.
 - oomguard estimate --model lstm --seq 10000 [dim]  Will it fit?[/dim]
 - oomguard plan --model lstm --seq 10000 [dim]      What should I run?[/dim]
 - oomguard train plan.json --data FILE [dim]        Run it.[/dim]"""),
+    epilog="\n\n".join(["[bold]Exit codes[/bold]", *(f"- {code}: {text}" for code, text in EXIT_CODES.items())]),
 )
 
 
