@@ -99,7 +99,8 @@ def run(words: list[str], code: int, *, shown: str, terminal: bool, **where: Any
         if not part:
             break
     os.close(reading)
-    failed = process.wait() != code
+    ended = process.wait()
+    failed = (128 - ended if ended < 0 else ended) != code  # a signal counts as in a shell
     text = output.decode(errors="replace")
     return Ran(shown, failed, silence, first, time.monotonic() - began, text)
 

@@ -35,6 +35,7 @@ EXIT_CODES = {
 
 PLAN = Flag("plan", "PLAN", "Plan file, written by oomguard plan, or the directory of a run.")
 RUN = Flag("run", "RUN", "Directory of a training run, written by oomguard train.")
+FOLDER = Flag("folder", "DIR", "Folder of data and runs (default: the current one).", optional=True)
 CARDS = Flag("cards", "", "List the cards that --device knows by name.", bool)
 
 app = typer.Typer(
@@ -395,6 +396,32 @@ def _show(*, plan: str, html: str | None = None, json: bool = False, **values: A
         path = save_page(loaded, html, sequences)
         return Answer(plan_json(loaded) if json else f"{path}\n")
     return _answer(json, lambda: plan_json(loaded), lambda console: show_sections(explain(loaded, sequences), console))
+
+
+@_command("clean", FOLDER, Output=[flags.YES, JSON])
+def _clean(*, folder: str = ".", yes: bool = False, json: bool = False, **_: Any) -> Answer:
+    """List what oomguard has stored and what killed processes have left, and remove it with --yes.
+
+    That is: calibrations of earlier searches, data that was converted once (beside its file, or in the folder of
+    --cache), temporary files of processes that have ended, and conversions and checkpoints that were not finished and
+    have not changed for a day. Plans, runs and data stay. Do not remove converted data that a training is reading.
+
+    [bold]Examples[/bold]
+
+    - oomguard clean
+    - oomguard clean --yes
+    - oomguard clean runs --json
+    """
+    from oomguard._report.leftovers import leftovers_json, show_leftovers
+    from oomguard._train.leftovers import find_leftovers, remove
+
+    found = find_leftovers(Path(folder))
+    problems = remove(found) if yes else []
+    for problem in problems:
+        say(problem)
+    code = MISUSE if problems else FITS
+    show = partial(show_leftovers, found, removed=yes)
+    return _answer(json, lambda: leftovers_json(found, removed=yes and not problems), show, code)
 
 
 @_command("devices", Output=[CARDS, JSON])

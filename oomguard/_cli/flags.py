@@ -164,6 +164,7 @@ TABLE_OUTPUT = [
 PLANNED = [Flag("output", "FILE", "File for the plan (default: plan.json)."), FORCE, JSON]
 SEQUENCES = Flag("sequences", "N", "Sequences per epoch (default: those of the plan's histogram of lengths).", int)
 HTML = Flag("html", "FILE", "Write a report page with charts, in one file.")
+YES = Flag("yes", "", "Remove everything that is listed.", bool)
 TIMEOUT = Flag("timeout", "SECONDS", "Time limit, such as 90s or 5min (default: 10min).")
 LEDGER = Flag("ledger", "DIR", "Add the record to the ledger in this directory.")
 

@@ -18,6 +18,8 @@ from oomguard._train import TrainOptions
 
 NAME = "settings.json"
 CHECKPOINTS, BEST = "checkpoints", "best"  # names in the directory of a run
+UNFINISHED = ".unfinished-"
+"""Prefix of checkpoints that are being written or removed. The next save removes what a kill left."""
 CHECKPOINT_RULE = "Checkpoints need a readable and writable directory"
 _CHECKPOINT = re.compile(r"step-(\d{8,})-save-(\d{4,})")
 
