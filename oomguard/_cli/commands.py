@@ -36,6 +36,7 @@ EXIT_CODES = {
 PLAN = Flag("plan", "PLAN", "Plan file, written by oomguard plan, or the directory of a run.")
 RUN = Flag("run", "RUN", "Directory of a training run, written by oomguard train.")
 FOLDER = Flag("folder", "DIR", "Folder of data and runs (default: the current one).", optional=True)
+RUNS = Flag("runs", "RUN", "Directories of training runs.", many=True)
 CARDS = Flag("cards", "", "List the cards that --device knows by name.", bool)
 
 app = typer.Typer(
@@ -367,6 +368,8 @@ def _task_tradeoffs(
 def _show(*, plan: str, html: str | None = None, json: bool = False, **values: Any) -> Answer:
     """Explain a plan: the choice and its reasons, the evidence, what to expect, and the fallbacks.
 
+    For the directory of a run, also what it has reached and the options that it was trained with.
+
     [bold]Examples[/bold]
 
     - oomguard show plan.json
@@ -376,17 +379,19 @@ def _show(*, plan: str, html: str | None = None, json: bool = False, **values: A
     from oomguard._plan.store import load_plan
     from oomguard._plan.task_value import TaskPlan
     from oomguard._report.plan import explain, plan_json
+    from oomguard._report.runs import run_section
     from oomguard._report.tables import show_sections
     from oomguard._report.task import explain_task
 
     sequences = parsing.read_options(values, [flags.SEQUENCES]).get("sequences")
     check_whole("sequences", sequences, 1, 10**15)
     loaded = load_plan(plan)
+    run = run_section(plan, is_spec=not isinstance(loaded, TaskPlan))
     if isinstance(loaded, TaskPlan):
         if html is not None or sequences is not None:
             rule, advice = "The plan of a task is shown as text or JSON", "Leave --html and --sequences out."
             raise MisuseError(rule=rule, got="got another form", advice=advice)
-        return _answer(json, lambda: plan_json(loaded), partial(show_sections, explain_task(loaded)))
+        return _answer(json, lambda: plan_json(loaded), partial(show_sections, [*explain_task(loaded), *run]))
     if html is not None:
         from oomguard._report.page import save_page
 
@@ -395,7 +400,24 @@ def _show(*, plan: str, html: str | None = None, json: bool = False, **values: A
         parsing.check_output(html, values, "report.html", "html")
         path = save_page(loaded, html, sequences)
         return Answer(plan_json(loaded) if json else f"{path}\n")
-    return _answer(json, lambda: plan_json(loaded), lambda console: show_sections(explain(loaded, sequences), console))
+    text = partial(show_sections, [*explain(loaded, sequences), *run])
+    return _answer(json, lambda: plan_json(loaded), text)
+
+
+@_command("compare", RUNS, Output=[JSON])
+def _compare(*, runs: list[str], json: bool = False, **_: Any) -> Answer:
+    """Compare training runs: losses, speed, peak, and the settings of plan and training in which they differ.
+
+    [bold]Examples[/bold]
+
+    - oomguard compare runs/lstm-1000 runs/gru-1000
+    - oomguard compare runs/lstm-1000
+    - oomguard compare runs/a runs/b runs/c --json
+    """
+    from oomguard._report.runs import comparison_json, read_runs, show_comparison
+
+    found = read_runs(runs)
+    return _answer(json, lambda: comparison_json(found), partial(show_comparison, found))
 
 
 @_command("clean", FOLDER, Output=[flags.YES, JSON])

@@ -291,7 +291,8 @@ def add_command(
 
 def _argument(flag: Flag) -> inspect.Parameter:
     argument = typer.Argument(help=flag.text, metavar=flag.metavar, show_default=False)
-    kind, default = (str | None, None) if flag.optional else (str, inspect.Parameter.empty)
+    kind: Any = list[str] if flag.many else str | None if flag.optional else str
+    default = None if flag.optional else inspect.Parameter.empty
     annotation: Any = Annotated[kind, argument]
     return inspect.Parameter(flag.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 

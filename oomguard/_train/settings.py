@@ -24,11 +24,15 @@ CHECKPOINT_RULE = "Checkpoints need a readable and writable directory"
 _CHECKPOINT = re.compile(r"step-(\d{8,})-save-(\d{4,})")
 
 
+OF_SPECS = ("lr", "schedule", "warmup", "decay_every", "decay", "validation", "normalise", "data")
+"""Options of the model of a spec: a task has its own optimizer, scheduler and data."""
+
+
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The data and the options of a run, all but its plan."""
 
     data: str | None = None  # file of the data; None: it was in memory
-    model: str | None = None  # the function that builds the model, as package.module:function
+    model: str | None = None  # the function that builds the model, or the task, as package.module:name
     train: TrainOptions = TrainOptions()
     options: DataOptions = DataOptions()
     known: bool = False  # whether the options have what is to be known of the data
@@ -136,7 +140,24 @@ def _before(plan: Plan, directory: Path, given: dict[str, Any]) -> RunSettings:
     if settings is None:
         read = plan.data
         return RunSettings() if read is None else RunSettings(data=read.path, options=read.options, known=True)
-    if {"epochs", "steps"} & given.keys():  # either of the two says how long to train
-        train = msgspec.structs.replace(settings.train, epochs=None, steps=None)
-        return msgspec.structs.replace(settings, train=train)
-    return settings
+    return _without_length(settings, given)
+
+
+def _without_length(settings: RunSettings, given: Mapping[str, Any]) -> RunSettings:
+    """The settings of a run that is resumed: `epochs` or `steps` that are given now say alone how long to train."""
+    if not {"epochs", "steps"} & given.keys():
+        return settings
+    train = msgspec.structs.replace(settings.train, epochs=None, steps=None)
+    return msgspec.structs.replace(settings, train=train)
+
+
+def settle_task(name: str, directory: Path, given: Mapping[str, Any]) -> RunSettings:
+    """The settings of the training of a task: what is given, then those of the run that is resumed."""
+    before = (read_settings(directory) if given.get("resume") else None) or RunSettings(model=name, known=True)
+    before = _without_length(before, given)
+    train = {key: value for key, value in given.items() if key in TrainOptions.__struct_fields__}
+    return msgspec.structs.replace(
+        before,
+        train=msgspec.structs.replace(before.train, **train | {"run": str(directory)}),
+        options=msgspec.structs.replace(before.options, seed=given.get("seed", before.options.seed)),
+    )
