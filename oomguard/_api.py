@@ -503,6 +503,9 @@ def predict(
     run: str | os.PathLike[str],
     data: Any = None,
     *,
+    prompt: str | None = None,
+    length: int | None = None,
+    temperature: float | None = None,
     output: str | None = None,
     probabilities: bool = False,
     device: str | None = None,
@@ -517,6 +520,10 @@ def predict(
     streamed to that file and its path is returned; otherwise they are an array, padded with NaN or -100. A CSV has the
     names of columns and classes. A model of your own is found by the name of its function, unless `model` gives it.
 
+    A model of text goes on with a `prompt` instead of data: the result is the prompt and `length` characters (or bytes,
+    default 200), drawn one by one by `seed` with a `temperature` (default 1; 0: always the likeliest). The state of the
+    model is carried from one to the next.
+
     >>> import numpy as np, tempfile, warnings
     >>> plan = find_feasible_config(cell="gru", seq=8, features=2, hidden=8, batch=4, threads=1, max_probes=1)
     >>> numbers = np.random.default_rng(0).normal(size=(40, 8, 3)).astype(np.float32)
@@ -526,10 +533,35 @@ def predict(
     (5, 8, 1)
     """
     from oomguard._data.options import DataOptions
+
+    drawn = {"prompt": prompt, "length": length, "temperature": temperature}
+    if given := {name: value for name, value in drawn.items() if value is not None}:
+        return _predict_text(run, given | options, data, output, probabilities, device, model)
     from oomguard._train.evaluate import run_prediction
 
     check_names("option", options, DataOptions.__struct_fields__)
     return run_prediction(run, data, options, output=output, probabilities=probabilities, device=device, model=model)
+
+
+def _predict_text(
+    run: str | os.PathLike[str],
+    given: dict[str, Any],
+    data: Any,
+    output: str | None,
+    probabilities: bool,
+    device: str | None,
+    model: Callable[..., Any] | str | None,
+) -> str:
+    from pathlib import Path
+
+    from oomguard._train.settings import check_run, read_request
+
+    others = {"data": data, "output": output, "probabilities": probabilities or None}
+    request = read_request({"prompt": None} | given | {name: v for name, v in others.items() if v is not None})
+    check_run(Path(run))
+    from oomguard._train.text import run_text
+
+    return run_text(Path(run), request, device=device, model=model)
 
 
 def load_weights(run: str | os.PathLike[str], model: "Model") -> "Model":

@@ -286,22 +286,27 @@ def _resume(*, run: str, **values: Any) -> Answer:
     return answer
 
 
-@_command("predict", RUN, Data=flags.READ, Output=flags.PREDICTED)
+@_command("predict", RUN, Data=flags.READ, Text=flags.DRAWN, Output=flags.PREDICTED)
 def _predict(*, run: str, **values: Any) -> Answer:
     """Predict every sequence of some data with the model of a run: the best by validation, otherwise the last.
 
     The data (default: that of the training) must have the form of the training data. It is read with the options of
-    the training, unless flags change them.
+    the training, unless flags change them. A model of text goes on with a prompt instead, and the text is printed.
 
     [bold]Examples[/bold]
 
     - oomguard predict runs/lstm-1000 --data new.csv --output predictions.csv
     - oomguard predict book --data more.txt --probabilities
+    - oomguard predict book --prompt Once --length 200 --temperature 0.8 --seed 0
     - oomguard predict book --data more.txt --device cpu --output next.npy
     """
     from oomguard._api import predict
-    from oomguard._train.settings import check_predicted
+    from oomguard._train.settings import check_predicted, read_request
 
+    if any(option.name in values for option in flags.DRAWN):
+        asked = parsing.read_options(values, [*flags.READ, *flags.DRAWN, *flags.PREDICTED])
+        read_request({"prompt": None} | asked)
+        return Answer(f"{predict(run, **asked)}\n")
     usual = "predictions.npy"
     written = [flag for flag in flags.PREDICTED if flag is not flags.FORCE]
     options = {"output": usual} | parsing.read_options(values, [*flags.READ[1:], *written])

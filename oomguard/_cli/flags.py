@@ -147,6 +147,11 @@ PREDICTED = [
     Flag("probabilities", "", "Write the probabilities of all classes, not the likeliest class.", bool),
     Flag("device", "NAME", "cpu, cuda or cuda:1 (default: as the plan)."),
 ]
+DRAWN = [
+    Flag("prompt", "TEXT", "Text that a model of text goes on with, in the place of data."),
+    Flag("length", "N", "Characters, or bytes, to draw (default: 200).", int),
+    Flag("temperature", "P", "Below 1 likelier, above 1 more varied; 0: always the likeliest (default: 1).", float),
+]
 _OVER = "Values to compare, such as microbatch=1..64, segments=1,4,16 or seq=1000..64000*2. Repeat it for more names."
 TABLE = [
     Flag("over", "NAME=VALUES", _OVER, many=True),

@@ -1,15 +1,16 @@
 """The data and options of a run, stored in its directory, so that a resumed run needs nothing again."""
 
+import math
 import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from oomguard._core.errors import MisuseError
+from oomguard._core.errors import MisuseError, check_whole, conflict, flag, wrong
 from oomguard._core.system import file_errors, write_file
 from oomguard._data.open import kind_of
 from oomguard._data.options import DataOptions, check_used
@@ -36,6 +37,33 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     train: TrainOptions = TrainOptions()
     options: DataOptions = DataOptions()
     known: bool = False  # whether the options have what is to be known of the data
+
+
+class TextRequest(NamedTuple):
+    """A text that a model is to go on with."""
+
+    prompt: str
+    length: int = 200  # characters, or bytes, to draw
+    temperature: float = 1.0  # 0: always the likeliest
+    seed: int = 0
+
+
+def read_request(given: Mapping[str, Any]) -> TextRequest:
+    """The text that the arguments of `predict` ask for, which take nothing but a prompt and how to go on with it."""
+    request = TextRequest(**{name: value for name, value in given.items() if name in TextRequest._fields})
+    prompt, length, temperature, seed = request
+    check_whole("length", length, 1, 10**9, optional=False)
+    is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+    if not is_number or not 0 <= temperature < math.inf:
+        advice = "Write it as 0.8. With 0 the likeliest character comes every time."
+        raise wrong("temperature", "a number from 0 on", temperature, advice)
+    DataOptions(seed=seed)
+    if not isinstance(prompt, str) or not prompt:
+        raise wrong("prompt", "text of at least one character", prompt, 'Write it as --prompt "Once".')
+    for name in given:
+        if name not in (*TextRequest._fields, "device", "model"):
+            raise conflict("A prompt takes the place of data", "--prompt", flag(name))
+    return request
 
 
 def list_checkpoints(home: Path) -> list[Path]:
