@@ -15,6 +15,7 @@ from mkdocs.structure.files import File
 
 import oomguard
 from oomguard._cli.app import app
+from oomguard._cli.commands import EXIT_CODES
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -61,7 +62,9 @@ def cli_page() -> str:
     """Make the reference of every command, with its flags in the groups that the help shows."""
     group: Any = typer.main.get_command(app)
     parts = ["# Command line", "This page is generated from the program. `oomguard COMMAND --help` prints the same."]
-    parts += ["Exit codes: 0 if it fits or is done, 1 if it does not fit, 2 if the command line was wrong."]
+    rows = "\n".join(f"| {code} | {text} |" for code, text in EXIT_CODES.items())
+    killed = "Other codes come from the system. 137, for example, is a process that was killed (SIGKILL)."
+    parts += ["## Exit codes", f"| code | meaning |\n|---|---|\n{rows}", killed]
     for name, command in group.commands.items():
         parts += [f"## oomguard {name}", _help_markdown(command.help)]
         panels: dict[str, list[str]] = {}

@@ -23,7 +23,9 @@ README, PICTURE = ROOT / "README.md", ROOT / "docs" / "segments.png"
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 CURVE: dict[str, Any] = {"cell": "lstm", "seq": 10_000, "budget": "6GiB"}
 """The model and the budget of the picture."""
-BLOCK = re.compile(r"((?:^<!-- [^\n]* -->\n)*)^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"((?:^<!-- [^\n]* -->\n)*)^```(\w+)(?: title=\"([^\"\n]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
 
 
 class Screen(NamedTuple):
@@ -44,6 +46,8 @@ class Block(NamedTuple):
     body: str
     notes: tuple[str, ...]
     line: int
+    file: str = ""
+    """The title of a block that is a file: the reader saves it under this name."""
 
     def note(self, name: str) -> str | None:
         """Return the text of a comment after its name, or None without such a comment."""
@@ -61,7 +65,8 @@ def blocks_of(text: str) -> list[Block]:
     blocks = []
     for match in BLOCK.finditer(text):
         notes = tuple(line[5:-4].strip() for line in match[1].splitlines())
-        blocks.append(Block(match[2], match[3], notes, text.count("\n", 0, match.start(3)) + 1))
+        line = text.count("\n", 0, match.start(4)) + 1
+        blocks.append(Block(match[2], match[4], notes, line, match[3] or ""))
     return blocks
 
 
@@ -78,7 +83,9 @@ def refresh_screens(page: Path) -> None:
             for block in blocks[: last + 1]:
                 if block.note("not run") is not None:
                     continue
-                if block.kind == "python":
+                if block.file:
+                    Path(block.file).write_text(block.body, encoding="utf-8")
+                elif block.kind == "python":
                     exec(block.body, names)
                 elif block.kind == "console":
                     text = text.replace(block.body, _run(block), 1)
@@ -104,9 +111,15 @@ def _run(block: Block) -> str:
 
 
 def run_command(command: str) -> subprocess.CompletedProcess[str]:
-    """Run a command as on a terminal of 80 columns, without anything that earlier searches have stored."""
+    """Run a command as on a terminal of 80 columns, without anything that earlier searches have stored.
+
+    Lines with more than a call of oomguard are run by the shell, which finds this Python and its programs first.
+    """
     settings = {"COLUMNS": "80", "OOMGUARD_CACHE": ""}
     words = [sys.executable, "-m", "oomguard", *shlex.split(command)[1:]]
+    if not command.startswith("oomguard ") or ">" in command:
+        words = ["bash", "-c", command]
+        settings["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return subprocess.run(words, env=os.environ | settings, capture_output=True, text=True, check=False)
 
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from oomguard._probe.runner import Runner
     from oomguard._probe.verdict import Verdict
     from oomguard._report.page import save_page
+    from oomguard._report.runs import compare
     from oomguard._rnn.losses import chunked_loss, piecewise_loss
     from oomguard._rnn.model import Recurrent
     from oomguard._rnn.scan import scan
@@ -64,6 +65,7 @@ __all__ = [
     "Verdict",
     "__version__",
     "chunked_loss",
+    "compare",
     "curves",
     "estimate",
     "find_feasible_config",
@@ -98,6 +100,7 @@ _MODULES = {
     "_probe.runner": "Runner",
     "_probe.verdict": "Verdict",
     "_report.page": "save_page",
+    "_report.runs": "compare",
     "_rnn.model": "Recurrent",
     "_rnn.losses": "chunked_loss piecewise_loss",
     "_rnn.scan": "scan",

@@ -3,7 +3,10 @@
 import sys
 
 INTERRUPTED, BROKEN = 130, 70
-"""Exit codes besides those of _cli/app.py: 128 + SIGINT, and EX_SOFTWARE of sysexits.h for an internal error."""
+"""Exit codes that must work before anything is imported: 128 + SIGINT, and EX_SOFTWARE of sysexits.h.
+
+`EXIT_CODES` of _cli/commands.py has the meaning of all.
+"""
 
 
 def main() -> None:

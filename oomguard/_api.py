@@ -507,6 +507,9 @@ def predict(
     run: str | os.PathLike[str],
     data: Any = None,
     *,
+    prompt: str | None = None,
+    length: int | None = None,
+    temperature: float | None = None,
     output: str | None = None,
     probabilities: bool = False,
     device: str | None = None,
@@ -525,6 +528,10 @@ def predict(
     its data in order, in the microbatches of the plan, without gradients. The result is a list of what it returned, or
     a file: .npy if that is one tensor with a row for each sample, .pt (`torch.load`) for anything else.
 
+    A model of text goes on with a `prompt` instead of data: the result is the prompt and `length` characters (or bytes,
+    default 200), drawn one by one by `seed` with a `temperature` (default 1; 0: always the likeliest). The state of the
+    model is carried from one to the next.
+
     >>> import numpy as np, tempfile, warnings
     >>> plan = find_feasible_config(cell="gru", seq=8, features=2, hidden=8, batch=4, threads=1, max_probes=1)
     >>> numbers = np.random.default_rng(0).normal(size=(40, 8, 3)).astype(np.float32)
@@ -534,6 +541,10 @@ def predict(
     (5, 8, 1)
     """
     from oomguard._data.options import DataOptions
+
+    drawn = {"prompt": prompt, "length": length, "temperature": temperature}
+    if given := {name: value for name, value in drawn.items() if value is not None}:
+        return _predict_text(run, given | options, data, output, probabilities, device, model)
     from oomguard._train.evaluate import run_prediction
     from oomguard._train.settings import is_task_run
     from oomguard._train.task_predict import run_task_prediction
@@ -548,6 +559,27 @@ def predict(
         advice = "Give the run of a task, or data."
         raise MisuseError(rule="A task is predicted with its own run", got=f"{run} is none", advice=advice)
     return run_prediction(run, data, options, output=output, probabilities=probabilities, device=device, model=model)
+
+
+def _predict_text(
+    run: str | os.PathLike[str],
+    given: dict[str, Any],
+    data: Any,
+    output: str | None,
+    probabilities: bool,
+    device: str | None,
+    model: Callable[..., Any] | str | None,
+) -> str:
+    from pathlib import Path
+
+    from oomguard._train.settings import check_run, read_request
+
+    others = {"data": data, "output": output, "probabilities": probabilities or None}
+    request = read_request({"prompt": None} | given | {name: v for name, v in others.items() if v is not None})
+    check_run(Path(run))
+    from oomguard._train.text import run_text
+
+    return run_text(Path(run), request, device=device, model=model)
 
 
 def load_weights(run: str | os.PathLike[str], model: "Model") -> "Model":

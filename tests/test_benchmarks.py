@@ -1,4 +1,4 @@
-"""The models of the benchmarks: what is fitted to some of them must not know the others, on which claims are judged."""
+"""The benchmarks: what is fitted to some models must not know the judged ones, and users are followed as they work."""
 
 import ast
 import importlib
@@ -6,6 +6,8 @@ import importlib.util
 import io
 import random
 import re
+import subprocess
+import sys
 import tokenize
 from collections.abc import Iterator
 from itertools import pairwise
@@ -189,3 +191,43 @@ def test_the_stored_errors_are_those_of_the_measured_rows(tmp_path: Path, monkey
     module = importlib.import_module("residuals")
     module.write(module.residuals(module.read_rows()), tmp_path / "residuals.csv")
     assert (tmp_path / "residuals.csv").read_text() == module.RESIDUALS.read_text()
+
+
+# ---- the first hour of a user
+
+
+@pytest.fixture
+def first_hour(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("OOMGUARD_CACHE", "")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("first_hour")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_command_is_listened_to(first_hour: Any, terminal: bool, tmp_path: Path) -> None:
+    where: dict[str, Any] = {"shown": "echo", "terminal": terminal, "cwd": tmp_path}
+    ran = first_hour.run(["bash", "-c", "test -t 1 && echo seen; echo told >&2; exit 3"], 3, **where)
+    assert (ran.failed, ran.first) == (False, None)
+    assert ran.output.split() == ["seen", "told"][not terminal :]
+    assert 0 < ran.silence <= ran.seconds
+    assert first_hour.run(["bash", "-c", "exit 3"], 0, **where).failed
+
+
+def test_what_a_user_met_is_summed_up(first_hour: Any) -> None:
+    steps = [
+        first_hour.Ran("block1.py", False, 0.5, None, 1.0, ""),
+        first_hour.Ran("oomguard plan --model lstm", True, 7.0, None, 20.0, ""),
+        first_hour.Ran("oomguard estimate --model lstm", False, 0.5, None, 2.0, ""),
+    ]
+    row = first_hour.row_of(steps)
+    assert (row["commands"], row["failures"], row["seconds"], row["answer_seconds"]) == (3, 1, 23.0, 23.0)
+    assert (row["silence_seconds"], row["most_silent"]) == (7.0, "oomguard plan --model lstm")
+    assert first_hour.row_of([*steps[:1], first_hour.Ran("cells", False, 0.5, 3.0, 9.0, "")])["answer_seconds"] == 4.0
+
+
+@pytest.mark.timeout(300)
+def test_the_first_hour_of_the_keras_user_has_no_failure(tmp_path: Path) -> None:
+    words = [sys.executable, str(ROOT / "benchmarks" / "first_hour.py"), "keras", "--smoke"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "PASS  no failure in 5 commands (0)" in done.stdout

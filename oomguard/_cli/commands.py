@@ -21,11 +21,22 @@ from oomguard._spec.read import PRESETS
 if TYPE_CHECKING:  # imported where it is used, since --json does not need it
     from rich.console import Console
 
-FITS, DOES_NOT_FIT, MISUSE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
+FITS, DOES_NOT_FIT, MISUSE, BROKEN, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 70, 130, 141
 """Exit codes. The last two are those of the shell: 128 plus the number of the signal."""
+EXIT_CODES = {
+    FITS: "It fits, or it is done.",
+    DOES_NOT_FIT: "It does not fit, or memory ran out on the last fallback of a plan (there is a checkpoint).",
+    MISUSE: "Wrong usage: a flag, a file or data. The message on stderr says what to do.",
+    BROKEN: "An internal error of oomguard, with a traceback. Please report it.",
+    INTERRUPTED: "Ended by Ctrl-C or SIGTERM. A training has saved a checkpoint.",
+    BROKEN_PIPE: "The reader of stdout has closed the pipe, as head does.",
+}
+"""The meaning of every exit code. Other codes come from the system: 137 is a process that was killed (SIGKILL)."""
 
 PLAN = Flag("plan", "PLAN", "Plan file, written by oomguard plan, or the directory of a run.")
 RUN = Flag("run", "RUN", "Directory of a training run, written by oomguard train.")
+FOLDER = Flag("folder", "DIR", "Folder of data and runs (default: the current one).", optional=True)
+RUNS = Flag("runs", "RUN", "Directories of training runs.", many=True)
 CARDS = Flag("cards", "", "List the cards that --device knows by name.", bool)
 
 app = typer.Typer(
@@ -42,6 +53,7 @@ Train LSTM, GRU and RNN models on long sequences without running out of memory.
 - oomguard estimate --model lstm --seq 10000 [dim]  Will it fit?[/dim]
 - oomguard plan --model lstm --seq 10000 [dim]      What should I run?[/dim]
 - oomguard train plan.json --data FILE [dim]        Run it.[/dim]"""),
+    epilog="\n\n".join(["[bold]Exit codes[/bold]", *(f"- {code}: {text}" for code, text in EXIT_CODES.items())]),
 )
 
 
@@ -277,23 +289,29 @@ def _resume(*, run: str, **values: Any) -> Answer:
     return answer
 
 
-@_command("predict", RUN, Data=flags.READ, Task=flags.PREDICTING, Output=flags.PREDICTED)
+@_command("predict", RUN, Data=flags.READ, Text=flags.DRAWN, Task=flags.PREDICTING, Output=flags.PREDICTED)
 def _predict(*, run: str, **values: Any) -> Answer:
     """Predict every sequence of some data with the model of a run: the best by validation, otherwise the last.
 
     The data (default: that of the training) must have the form of the training data. It is read with the options of
-    the training, unless flags change them. A task of your own has its data with it, and a function predict.
+    the training, unless flags change them. A model of text goes on with a prompt instead, and the text is printed. A
+    task of your own has its data with it, and a function predict.
 
     [bold]Examples[/bold]
 
     - oomguard predict runs/lstm-1000 --data new.csv --output predictions.csv
     - oomguard predict book --data more.txt --probabilities
+    - oomguard predict book --prompt Once --length 200 --temperature 0.8 --seed 0
     - oomguard predict book --data more.txt --device cpu --output next.npy
     - oomguard predict runs/tagger --model package.module:task
     """
     from oomguard._api import predict
-    from oomguard._train.settings import check_predicted, check_task_predicted, is_task_run
+    from oomguard._train.settings import check_predicted, check_task_predicted, is_task_run, read_request
 
+    if any(option.name in values for option in flags.DRAWN):
+        asked = parsing.read_options(values, [*flags.READ, *flags.DRAWN, *flags.PREDICTED])
+        read_request({"prompt": None} | asked)
+        return Answer(f"{predict(run, **asked)}\n")
     usual = "predictions.npy"
     written = [flag for flag in flags.PREDICTED if flag is not flags.FORCE]
     options = {"output": usual} | parsing.read_options(values, [*flags.READ[1:], *written])
@@ -367,6 +385,8 @@ def _task_tradeoffs(
 def _show(*, plan: str, html: str | None = None, json: bool = False, **values: Any) -> Answer:
     """Explain a plan: the choice and its reasons, the evidence, what to expect, and the fallbacks.
 
+    For the directory of a run, also what it has reached and the options that it was trained with.
+
     [bold]Examples[/bold]
 
     - oomguard show plan.json
@@ -376,17 +396,19 @@ def _show(*, plan: str, html: str | None = None, json: bool = False, **values: A
     from oomguard._plan.store import load_plan
     from oomguard._plan.task_value import TaskPlan
     from oomguard._report.plan import explain, plan_json
+    from oomguard._report.runs import run_section
     from oomguard._report.tables import show_sections
     from oomguard._report.task import explain_task
 
     sequences = parsing.read_options(values, [flags.SEQUENCES]).get("sequences")
     check_whole("sequences", sequences, 1, 10**15)
     loaded = load_plan(plan)
+    run = run_section(plan, is_spec=not isinstance(loaded, TaskPlan))
     if isinstance(loaded, TaskPlan):
         if html is not None or sequences is not None:
             rule, advice = "The plan of a task is shown as text or JSON", "Leave --html and --sequences out."
             raise MisuseError(rule=rule, got="got another form", advice=advice)
-        return _answer(json, lambda: plan_json(loaded), partial(show_sections, explain_task(loaded)))
+        return _answer(json, lambda: plan_json(loaded), partial(show_sections, [*explain_task(loaded), *run]))
     if html is not None:
         from oomguard._report.page import save_page
 
@@ -395,7 +417,50 @@ def _show(*, plan: str, html: str | None = None, json: bool = False, **values: A
         parsing.check_output(html, values, "report.html", "html")
         path = save_page(loaded, html, sequences)
         return Answer(plan_json(loaded) if json else f"{path}\n")
-    return _answer(json, lambda: plan_json(loaded), lambda console: show_sections(explain(loaded, sequences), console))
+    text = partial(show_sections, [*explain(loaded, sequences), *run])
+    return _answer(json, lambda: plan_json(loaded), text)
+
+
+@_command("compare", RUNS, Output=[JSON])
+def _compare(*, runs: list[str], json: bool = False, **_: Any) -> Answer:
+    """Compare training runs: losses, speed, peak, and the settings of plan and training in which they differ.
+
+    [bold]Examples[/bold]
+
+    - oomguard compare runs/lstm-1000 runs/gru-1000
+    - oomguard compare runs/lstm-1000
+    - oomguard compare runs/a runs/b runs/c --json
+    """
+    from oomguard._report.runs import comparison_json, read_runs, show_comparison
+
+    found = read_runs(runs)
+    return _answer(json, lambda: comparison_json(found), partial(show_comparison, found))
+
+
+@_command("clean", FOLDER, Output=[flags.YES, JSON])
+def _clean(*, folder: str = ".", yes: bool = False, json: bool = False, **_: Any) -> Answer:
+    """List what oomguard has stored and what killed processes have left, and remove it with --yes.
+
+    That is: calibrations of earlier searches, data that was converted once (beside its file, or in the folder of
+    --cache), temporary files of processes that have ended, and conversions and checkpoints that were not finished and
+    have not changed for a day. Plans, runs and data stay. Do not remove converted data that a training is reading.
+
+    [bold]Examples[/bold]
+
+    - oomguard clean
+    - oomguard clean --yes
+    - oomguard clean runs --json
+    """
+    from oomguard._report.leftovers import leftovers_json, show_leftovers
+    from oomguard._train.leftovers import find_leftovers, remove
+
+    found = find_leftovers(Path(folder))
+    problems = remove(found) if yes else []
+    for problem in problems:
+        say(problem)
+    code = MISUSE if problems else FITS
+    show = partial(show_leftovers, found, removed=yes)
+    return _answer(json, lambda: leftovers_json(found, removed=yes and not problems), show, code)
 
 
 @_command("devices", Output=[CARDS, JSON])

@@ -148,6 +148,11 @@ PREDICTED = [
     Flag("probabilities", "", "Write the probabilities of all classes, not the likeliest class.", bool),
     Flag("device", "NAME", "cpu, cuda or cuda:1 (default: as the plan)."),
 ]
+DRAWN = [
+    Flag("prompt", "TEXT", "Text that a model of text goes on with, in the place of data."),
+    Flag("length", "N", "Characters, or bytes, to draw (default: 200).", int),
+    Flag("temperature", "P", "Below 1 likelier, above 1 more varied; 0: always the likeliest (default: 1).", float),
+]
 _OVER = "Values to compare, such as microbatch=1..64, segments=1,4,16 or seq=1000..64000*2. Repeat it for more names."
 TABLE = [
     Flag("over", "NAME=VALUES", _OVER, many=True),
@@ -165,6 +170,7 @@ TABLE_OUTPUT = [
 PLANNED = [Flag("output", "FILE", "File for the plan (default: plan.json)."), FORCE, JSON]
 SEQUENCES = Flag("sequences", "N", "Sequences per epoch (default: those of the plan's histogram of lengths).", int)
 HTML = Flag("html", "FILE", "Write a report page with charts, in one file.")
+YES = Flag("yes", "", "Remove everything that is listed.", bool)
 TIMEOUT = Flag("timeout", "SECONDS", "Time limit, such as 90s or 5min (default: 10min).")
 TRACED = Flag("timeout", "SECONDS", "Time limit of the trace of a task, such as 90s or 5min (default: 3min).")
 LEDGER = Flag("ledger", "DIR", "Add the record to the ledger in this directory.")
@@ -292,7 +298,8 @@ def add_command(
 
 def _argument(flag: Flag) -> inspect.Parameter:
     argument = typer.Argument(help=flag.text, metavar=flag.metavar, show_default=False)
-    kind, default = (str | None, None) if flag.optional else (str, inspect.Parameter.empty)
+    kind: Any = list[str] if flag.many else str | None if flag.optional else str
+    default = None if flag.optional else inspect.Parameter.empty
     annotation: Any = Annotated[kind, argument]
     return inspect.Parameter(flag.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 

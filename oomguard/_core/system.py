@@ -1,4 +1,4 @@
-"""The operating system: files that survive a kill, and child processes that run this package.
+"""The operating system: files that survive a kill, temporary files, and child processes that run this package.
 
 Lines are only appended, other contents are replaced as a whole. They are written in as few system calls as possible,
 and are on the disk (`fsync`) before anything relies on them.
@@ -8,15 +8,19 @@ import ctypes
 import errno
 import os
 import pickle
+import re
+import shutil
 import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +38,8 @@ except ImportError:  # Windows: lines are appended without a lock
 Value = TypeVar("Value")
 MAX_FILE_BYTES = 256 << 20  # a plan has some hundred KiB; a larger file is something else
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+TEMPORARY = re.compile(r"oomguard-(\d+)-\w+")
+"""The name of a temporary directory, with the process that made it: `oomguard clean` removes what a kill has left."""
 
 
 @contextmanager
@@ -169,6 +175,26 @@ def sync_directory(directory: Path) -> None:
     if os.name == "posix":
         with opened(directory, os.O_RDONLY) as entry:
             os.fsync(entry)
+
+
+def new_temporary(base: Path | None = None) -> Path:
+    """A new temporary directory, which the caller removes."""
+    return Path(tempfile.mkdtemp(prefix=f"oomguard-{os.getpid()}-", dir=base))
+
+
+def process_directory() -> Path:
+    """A temporary directory for everything of this process, removed when the process ends."""
+    return _directory_of(os.getpid())
+
+
+@cache
+def _directory_of(pid: int) -> Path:
+    from multiprocessing.util import Finalize
+
+    path = new_temporary()
+    # as multiprocessing removes its own, after the children have ended; a forked process leaves it alone
+    Finalize(None, shutil.rmtree, args=(path,), kwargs={"ignore_errors": True}, exitpriority=-100)
+    return path
 
 
 def command(call: str) -> list[str]:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from oomguard._core.errors import MisuseError, conflict, shown
+from oomguard._core.system import new_temporary
 from oomguard._data.options import DataOptions, choose_columns, forecasts, target_width
 from oomguard._data.rows import Arrays, checked_pair
 from oomguard._data.source import Appended, Array, Ints, Mapped, cached, fingerprint, no_data, unreadable, writable
@@ -226,7 +227,7 @@ def spool(pairs: Iterable[Any], spec: Spec, options: DataOptions) -> Arrays:
     """
     base = Path(options.cache or tempfile.gettempdir())
     with writable(base):
-        home = Path(tempfile.mkdtemp(prefix="oomguard-", dir=base))
+        home = new_temporary(base)
 
     def remove(pid: int) -> None:
         if os.getpid() == pid:

@@ -1,17 +1,14 @@
 """Tables in memory: DataFrames of pandas and Polars, and dicts of arrays, written once to Parquet files."""
 
-import atexit
 import hashlib
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from oomguard._core.errors import MisuseError
+from oomguard._core.system import process_directory
 from oomguard._data.rows import as_array
 
 
@@ -37,10 +34,10 @@ def write_frame(data: Any) -> Path:
             got=f"this {type(data).__name__} does not ({error})",
             advice="Give an array of shape (sequences, steps, features), or a DataFrame.",
         ) from None
-    written = _directory() / "new.parquet"
+    written = process_directory() / "new.parquet"
     parquet.write_table(table, written)
     with written.open("rb") as file:
-        path = _directory() / f"{hashlib.file_digest(file, 'sha256').hexdigest()[:16]}.parquet"
+        path = process_directory() / f"{hashlib.file_digest(file, 'sha256').hexdigest()[:16]}.parquet"
     if path.exists():  # with what was converted of it
         written.unlink()
     else:
@@ -57,15 +54,3 @@ def _with_dates(table: Any) -> Any:
             with suppress(pa.ArrowInvalid):
                 table = table.set_column(place, field.name, table.column(place).cast(pa.timestamp("us")))
     return table
-
-
-@cache
-def _directory() -> Path:
-    path, owner = tempfile.mkdtemp(prefix="oomguard-"), os.getpid()
-
-    def remove() -> None:
-        if os.getpid() == owner:  # not in a forked worker
-            shutil.rmtree(path, ignore_errors=True)
-
-    atexit.register(remove)
-    return Path(path)

@@ -1,11 +1,15 @@
 """Loader: a batch for each optimizer step, its microbatches made one at a time, here or by worker processes."""
 
+import os
+import shutil
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import tee
+from multiprocessing import current_process
+from multiprocessing.util import Finalize
 from typing import Any
 
 import msgspec
@@ -14,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from oomguard._core.errors import MisuseError, check_whole
+from oomguard._core.system import process_directory
 from oomguard._core.units import MIB
 from oomguard._data.order import Order, Position
 from oomguard._data.rows import Source
@@ -183,6 +188,7 @@ class _Stream:
             num_workers=loader.workers,
             prefetch_factor=loader.prefetch,
             pin_memory=loader.pinned,
+            worker_init_fn=share_sockets(),
             generator=torch.Generator(),  # its own, so that dropout draws the same numbers as without workers
         )
         self.answers = iter(made)
@@ -230,6 +236,26 @@ def handle_ended_children(handler: Any) -> Any:
     if threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGCHLD"):
         return signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
     return None
+
+
+def share_sockets() -> Callable[[int], None]:
+    """Let workers put the sockets over which they hand tensors over into the directory of this process.
+
+    Otherwise each makes a directory of its own, and one that is killed cannot remove it. Returns the function that a
+    worker starts with: if this process is killed, its workers remove the directory.
+    """
+    config: dict[str, Any] = current_process()._config  # type: ignore[attr-defined]
+    directory = config.setdefault("tempdir", str(process_directory()))
+    return partial(_tidy_after, directory, os.getpid())
+
+
+def _tidy_after(directory: str, parent: int, _: int) -> None:
+    Finalize(None, _remove_orphaned, args=(directory, parent), exitpriority=-100)
+
+
+def _remove_orphaned(directory: str, parent: int) -> None:
+    if os.getppid() != parent:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def size_loader(

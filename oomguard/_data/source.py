@@ -11,6 +11,7 @@ import json
 import math
 import mmap
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -39,6 +40,7 @@ MISSING = np.iinfo(np.int64).min  # what stands for NaN among tokens and classes
 CHUNK_ELEMENTS = 1 << 20  # elements that are looked at together when a whole file is scanned
 PRINT_BYTES = 1 << 20  # bytes of each end of a file or array that its fingerprint covers
 RESIDENT_BYTES = 4 << 20  # bytes read from a mapped file after which its pages are released
+CONVERTED = re.compile(r".+\.[0-9a-f]{16}\.oomguard")  # name of a folder with the converted data of a file
 VERSION = 3  # Version of the layout of converted files. Data with another one is converted again.
 
 
@@ -187,6 +189,14 @@ def _read_about(home: Path, state: dict[str, int]) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return kept["about"] if kept.get("state") == state else None
+
+
+def is_converted(home: Path) -> bool:
+    """Whether a folder holds the converted data of a file, which is made again when it is needed."""
+    try:
+        return {*json.loads((home / "about.json").read_text())} == {"state", "about"}
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 @contextmanager

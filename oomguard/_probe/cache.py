@@ -5,6 +5,7 @@ Cached records only steer a search: every plan rests on records of its own searc
 
 import hashlib
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from oomguard._core.errors import MisuseError
 from oomguard._probe.record import Ledger, Record, torch_version
 from oomguard._spec.spec import Spec
 
+STORED = re.compile(r"[0-9a-f]{16}-(rnn|lstm|gru)-.+\.jsonl")  # name of a file of the cache
 MOST_RECORDS = 40  # records that are read of each file of the cache: the last ones
 
 

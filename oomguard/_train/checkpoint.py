@@ -35,7 +35,7 @@ from oomguard._spec.candidate import Candidate
 from oomguard._spec.spec import Spec
 from oomguard._step import TaskTraining
 from oomguard._task.task import Task
-from oomguard._train.settings import CHECKPOINT_RULE, list_checkpoints, serial
+from oomguard._train.settings import CHECKPOINT_RULE, UNFINISHED, list_checkpoints, serial
 from oomguard._train.tensors import OptimizerState, TensorFile, file_pieces, get_state, put_state, put_weights, weights
 from oomguard._train.verify import faults
 
@@ -43,8 +43,6 @@ Model = Callable[[Spec], Recurrent] | str | None
 """A function from a spec to a model, or its name package.module:function; None: the model that the spec describes."""
 VERSION = 1  # Version of the format. Others are not read.
 TENSORS, FACTS, CHECKSUMS = "tensors.safetensors", "facts.json", "checksums.json"  # files of a checkpoint
-_UNFINISHED = ".unfinished-"
-"""Prefix of directories that are being written or removed. The next save removes what a kill left."""
 _NOT_IN_WEIGHTS = ("seq", "lengths", "batch", "optimizer", "loss", "packed", "batch_first", "sparse_embedding")
 """Fields of a spec that do not affect the shape of the weights."""
 
@@ -117,12 +115,12 @@ def _write(home: Path, tensors: dict[str, Tensor], content: Checkpoint) -> Path:
     if not home.is_dir():
         home.mkdir(parents=True, exist_ok=True)
         sync_directory(home.parent)
-    for leftover in home.glob(f"{_UNFINISHED}*"):
+    for leftover in home.glob(f"{UNFINISHED}*"):
         shutil.rmtree(leftover)
     # by serial number, since a step number may come back after a return to an older checkpoint
     number = max(map(serial, list_checkpoints(home)), default=0) + 1
     name = f"step-{content.step:08d}-save-{number:04d}"
-    unfinished = home / f"{_UNFINISHED}{name}"
+    unfinished = home / f"{UNFINISHED}{name}"
     # not by msgspec's own encoder, which writes a loss of NaN or infinity as null
     text = json.dumps(msgspec.to_builtins(content, str_keys=True), indent=1).encode()
     try:
@@ -159,7 +157,7 @@ def checksum_of(path: Path) -> Checksum:
 def _remove_old(home: Path, keep: int) -> None:
     """Remove all but the newest checkpoints. A failure is only a warning, since the new one is safe."""
     for path in list_checkpoints(home)[keep:]:
-        unfinished = path.with_name(f"{_UNFINISHED}{path.name}")
+        unfinished = path.with_name(f"{UNFINISHED}{path.name}")
         try:
             os.replace(path, unfinished)  # first, so that half a checkpoint never has a checkpoint's name
             shutil.rmtree(unfinished)

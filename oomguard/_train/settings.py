@@ -1,15 +1,16 @@
 """The data and options of a run, stored in its directory, so that a resumed run needs nothing again."""
 
+import math
 import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from oomguard._core.errors import MisuseError, shown
+from oomguard._core.errors import MisuseError, check_whole, conflict, flag, shown, wrong
 from oomguard._core.system import file_errors, read_file, write_file
 from oomguard._data.open import kind_of
 from oomguard._data.options import DataOptions, check_used
@@ -22,18 +23,51 @@ from oomguard._train import TrainOptions
 
 NAME = "settings.json"
 CHECKPOINTS, BEST = "checkpoints", "best"  # names in the directory of a run
+UNFINISHED = ".unfinished-"
+"""Prefix of checkpoints that are being written or removed. The next save removes what a kill left."""
 CHECKPOINT_RULE = "Checkpoints need a readable and writable directory"
 _CHECKPOINT = re.compile(r"step-(\d{8,})-save-(\d{4,})")
+
+
+OF_SPECS = ("lr", "schedule", "warmup", "decay_every", "decay", "validation", "normalise", "data")
+"""Options of the model of a spec: a task has its own optimizer, scheduler and data."""
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The data and the options of a run, all but its plan."""
 
     data: str | None = None  # file of the data; None: it was in memory
-    model: str | None = None  # the function that builds the model, as package.module:function
+    model: str | None = None  # the function that builds the model, or the task, as package.module:name
     train: TrainOptions = TrainOptions()
     options: DataOptions = DataOptions()
     known: bool = False  # whether the options have what is to be known of the data
+
+
+class TextRequest(NamedTuple):
+    """A text that a model is to go on with."""
+
+    prompt: str
+    length: int = 200  # characters, or bytes, to draw
+    temperature: float = 1.0  # 0: always the likeliest
+    seed: int = 0
+
+
+def read_request(given: Mapping[str, Any]) -> TextRequest:
+    """The text that the arguments of `predict` ask for, which take nothing but a prompt and how to go on with it."""
+    request = TextRequest(**{name: value for name, value in given.items() if name in TextRequest._fields})
+    prompt, length, temperature, seed = request
+    check_whole("length", length, 1, 10**9, optional=False)
+    is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+    if not is_number or not 0 <= temperature < math.inf:
+        advice = "Write it as 0.8. With 0 the likeliest character comes every time."
+        raise wrong("temperature", "a number from 0 on", temperature, advice)
+    DataOptions(seed=seed)
+    if not isinstance(prompt, str) or not prompt:
+        raise wrong("prompt", "text of at least one character", prompt, 'Write it as --prompt "Once".')
+    for name in given:
+        if name not in (*TextRequest._fields, "device", "model"):
+            raise conflict("A prompt takes the place of data", "--prompt", flag(name))
+    return request
 
 
 def list_checkpoints(home: Path, newer: Path | None = None) -> list[Path]:
@@ -165,7 +199,24 @@ def _before(plan: Plan, directory: Path, given: dict[str, Any]) -> RunSettings:
     if settings is None:
         read = plan.data
         return RunSettings() if read is None else RunSettings(data=read.path, options=read.options, known=True)
-    if {"epochs", "steps"} & given.keys():  # either of the two says how long to train
-        train = msgspec.structs.replace(settings.train, epochs=None, steps=None)
-        return msgspec.structs.replace(settings, train=train)
-    return settings
+    return _without_length(settings, given)
+
+
+def _without_length(settings: RunSettings, given: Mapping[str, Any]) -> RunSettings:
+    """The settings of a run that is resumed: `epochs` or `steps` that are given now say alone how long to train."""
+    if not {"epochs", "steps"} & given.keys():
+        return settings
+    train = msgspec.structs.replace(settings.train, epochs=None, steps=None)
+    return msgspec.structs.replace(settings, train=train)
+
+
+def settle_task(name: str, directory: Path, given: Mapping[str, Any]) -> RunSettings:
+    """The settings of the training of a task: what is given, then those of the run that is resumed."""
+    before = (read_settings(directory) if given.get("resume") else None) or RunSettings(model=name, known=True)
+    before = _without_length(before, given)
+    train = {key: value for key, value in given.items() if key in TrainOptions.__struct_fields__}
+    return msgspec.structs.replace(
+        before,
+        train=msgspec.structs.replace(before.train, **train | {"run": str(directory)}),
+        options=msgspec.structs.replace(before.options, seed=given.get("seed", before.options.seed)),
+    )

@@ -32,6 +32,7 @@ from oomguard._train.checkpoint import Checkpoint, TrainState, restore
 from oomguard._train.evaluate import in_microbatches
 from oomguard._train.loop import RunConfig, Trainer
 from oomguard._train.ranks import check_dense
+from oomguard._train.settings import RunSettings, write_settings
 from oomguard._train.start import begin, make_guard, resumed_state
 from oomguard._train.task_data import MadeBatches, TaskBatch, TaskLoader
 
@@ -43,7 +44,11 @@ class TaskConfig(RunConfig):
     plan: TaskPlan
     task: Task
     name: str  # the name of the task, as the run began with it
-    seed: int
+    settings: RunSettings
+
+    @property
+    def seed(self) -> int:
+        return self.settings.options.seed
 
 
 class TaskTrainer(Trainer):
@@ -213,6 +218,8 @@ def make_trainer(config: TaskConfig, checkpoint: Checkpoint | None) -> TaskTrain
         restore(checkpoint, training)  # last, since it restores the random numbers
     guard = make_guard(config, device, state)
     trainer = TaskTrainer(config, training, scheduler, loader, guard, state)
+    if config.ranks.first:
+        write_settings(config.directory, config.settings)
     begin(trainer, resumed=checkpoint is not None)
     return trainer
 

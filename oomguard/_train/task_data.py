@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 from oomguard._core.errors import GuardError, MisuseError, shown
-from oomguard._data.loader import handle_ended_children, lost_worker
+from oomguard._data.loader import handle_ended_children, lost_worker, share_sockets
 from oomguard._data.order import Position
 from oomguard._probe.verdict import Verdict, judge
 from oomguard._rnn.rng import seeded
@@ -145,7 +145,7 @@ class TaskLoader:
             collate_fn=_unchanged,
             pin_memory=data.pin_memory,
             timeout=data.timeout,
-            worker_init_fn=partial(_start_worker, data.worker_init_fn),
+            worker_init_fn=partial(_start_worker, share_sockets(), data.worker_init_fn),
             multiprocessing_context=data.multiprocessing_context,
             prefetch_factor=data.prefetch_factor,
             generator=torch.Generator(),  # its own, so that the training draws the same numbers as without workers
@@ -213,8 +213,9 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def _start_worker(init: Callable[[int], None] | None, worker: int) -> None:
-    """Run the user's `worker_init_fn`, which finds its own dataset."""
+def _start_worker(begin: Callable[[int], None], init: Callable[[int], None] | None, worker: int) -> None:
+    """Run ours, then the user's `worker_init_fn`, which finds its own dataset."""
+    begin(worker)
     info: Any = get_worker_info()
     object.__setattr__(info, "dataset", info.dataset.dataset)  # PyTorch has frozen it
     if init is not None:

@@ -17,6 +17,7 @@ from oomguard._spec.spec import MAX_SEQ
 from oomguard._task.task import NAME, Task, goes_by, name_of, resolve
 from oomguard._train import TrainOptions
 from oomguard._train.loop import TaskResult, TrainProgress
+from oomguard._train.settings import settle_task
 from oomguard._train.start import check_environment, find_start, run_from
 
 if TYPE_CHECKING:
@@ -38,12 +39,15 @@ def run_task_training(
     progress: Callable[[TrainProgress], None] | None = None,
 ) -> TaskResult:
     """Train a task by its plan; without one, plan it first, or take the plan of the run that is resumed."""
-    train_options, seed = _read(options)
+    asked = _read(options)
     if not isinstance(task, Task) and not (isinstance(task, str) and NAME.fullmatch(task)):
         advice = "Give the Task, or its name package.module:task, in the place of data; on the command line --model."
         raise MisuseError(rule="The plan of a task is trained with the task", got=f"got {shown(task)}", advice=advice)
-    directory = run_directory(plan.task if plan is not None else name_of(task), train_options)
-    checkpoint = find_start(directory, resume=train_options.resume)
+    name = plan.task if plan is not None else name_of(task)
+    directory = run_directory(name, asked)
+    checkpoint = find_start(directory, resume=asked.resume)
+    settings = settle_task(name, directory, options)
+    train_options = settings.train
     known = resolve(task) if isinstance(task, str) else task
     if plan is None:
         _check_options(known, train_options)  # before a search
@@ -76,7 +80,7 @@ def run_task_training(
             progress=progress,
             task=known,
             name=began if began is not None and is_named(began) else plan.task,
-            seed=seed,
+            settings=settings,
         )
         return run_from(config, checkpoint, make_trainer)
 
@@ -99,7 +103,7 @@ def run_directory(name: str, options: TrainOptions) -> Path:
 
 def plan_of_run(task: Task | str, options: Mapping[str, Any]) -> tuple[TaskPlan, Path]:
     """The plan of the run that is resumed, or a new one, and its file in the directory of the run."""
-    train_options, _ = _read(options)
+    train_options = _read(options)
     directory = run_directory(name_of(task), train_options)
     path = directory / "plan.json"
     if find_start(directory, resume=train_options.resume) is not None or (train_options.resume and path.exists()):
@@ -125,8 +129,8 @@ def plan_of_run(task: Task | str, options: Mapping[str, Any]) -> tuple[TaskPlan,
     return plan, save_plan(plan, path)
 
 
-def _read(options: Mapping[str, Any]) -> tuple[TrainOptions, int]:
-    """The options of the training and its seed."""
+def _read(options: Mapping[str, Any]) -> TrainOptions:
+    """The options of the training that are given."""
     for name in options:
         if name in _INSTEAD or name in _OF_SPECS:
             part = _INSTEAD.get(name)
@@ -135,7 +139,7 @@ def _read(options: Mapping[str, Any]) -> tuple[TrainOptions, int]:
             raise MisuseError(rule=rule, got="this is a task", advice=advice)
     check_names("option", options, (*TrainOptions.__struct_fields__, "seed", *PLANNING))
     given = {name: value for name, value in options.items() if name in TrainOptions.__struct_fields__}
-    return TrainOptions(**given), DataOptions(seed=options.get("seed", 0)).seed
+    return TrainOptions(**given)
 
 
 def _check_planned(plan: TaskPlan, options: Mapping[str, Any]) -> None:

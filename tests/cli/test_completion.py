@@ -17,7 +17,19 @@ from oomguard._spec.candidate import Precision
 from oomguard._spec.spec import Optimizer
 
 SHELLS = ("bash", "zsh", "fish")
-COMMANDS = {"estimate", "probe", "resume", "plan", "train", "predict", "tradeoffs", "show", "devices"}
+COMMANDS = {
+    "estimate",
+    "probe",
+    "resume",
+    "plan",
+    "train",
+    "predict",
+    "tradeoffs",
+    "show",
+    "devices",
+    "compare",
+    "clean",
+}
 
 
 def oomguard(*words: str, **settings: str) -> str:

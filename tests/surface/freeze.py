@@ -176,6 +176,10 @@ PLAN = f"plan {TINY} --max-probes 1 --ledger {{ledger}} --output {{home}}/plan.j
 TRAIN = "train {unlimited} --data {data} --steps 2 --run {run} --json"
 
 
+AFTER = {"compare": "compare {run} --json", "clean": "clean {home} --json"}
+"""Commands that look at what the others have left."""
+
+
 FILES = ("home", "ledger", "plan", "lengths", "unlimited", "data", "run")
 """Names that a command line of a session may use."""
 
@@ -200,6 +204,7 @@ class Session:
         write_waves(home / RUN_DATA)
         with contextlib.chdir(home):
             self.ran["train --resume"] = self(RESUME)
+        self.ran |= {name: self(line) for name, line in AFTER.items()}
 
     def document(self, name: str) -> Any:
         """The JSON document that a command printed."""
@@ -305,6 +310,10 @@ EXIT_LINES = (
     "tradeoffs --model lstm",
     "devices",
     "devices surplus",
+    "compare",
+    "compare {home}/nowhere",
+    "compare {home}/run1",
+    "clean {home}/nowhere",
 )
 """Command lines that end with 0 (fits, done), 1 (does not fit) and 2 (misuse), for each command."""
 
