@@ -72,6 +72,14 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     tokens_per_second: Amount  # time steps of sequences per second
 
 
+class Reach(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How far sequences can grow by prediction, and what ends that."""
+
+    steps: Positive  # steps of the longest sequences that are predicted to fit, in memory and in time
+    bound: Literal["memory", "step-time"]  # what longer sequences would exceed
+    step_seconds: Amount  # seconds that a step was allowed to take
+
+
 class LossyGain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The gain of the plan by a lossy knob."""
 
@@ -154,6 +162,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The run of this candidate with the longest sequences that there was time for; None if there was none."""
     calibration: Calibrated
     """How the records corrected the estimate."""
+    time_spread: Amount | None = None
+    """Standard deviation of the time of a step, as a share of it, by how much records differ; None if not timed."""
     fallbacks: tuple[Rung, ...]
     """Fallbacks with smaller and smaller peaks, down to the smallest possible."""
     plain: Plain
@@ -168,6 +178,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """How each length bucket is run, if the spec has a histogram of lengths."""
     padding: Padding | None = None
     """Padding with and without buckets, if the spec has a histogram of lengths."""
+    reach: Reach | None = None
+    """With the aim seq: the longest sequences by prediction, which may not have been run."""
     front: tuple[Point, ...] = ()
     """The front, if there are several aims."""
     probes: Count

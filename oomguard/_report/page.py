@@ -15,7 +15,7 @@ from oomguard._report.curves import redrawn_curves
 from oomguard._report.draw import DARK, LIGHT, NARROW, WIDE, hover_points, to_png, to_svg
 from oomguard._report.plan import explain, known_words, plain_words
 from oomguard._report.tables import FOLDER, Section, macros
-from oomguard._report.words import NONE, pieces_words, rows_words, setting_words, speed_words, times
+from oomguard._report.words import NONE, pieces_words, rows_words, setting_words, speed_words, time_words, times
 
 STYLE, SCRIPT = FOLDER / "page.css", FOLDER / "page.js"
 LONGEST_BAR = 2.5  # The longest bar in budgets. A longer one fades out at the edge.
@@ -125,7 +125,7 @@ def _facts(plan: Plan, sequences: int | None) -> list[tuple[str, str, str]]:
     step, epoch = (NONE, "nothing was timed"), (NONE, "nothing was timed")
     seconds, throughput, whole = plan.seconds_per_step, plan.throughput, epoch_of(plan, sequences)
     if seconds is not None and throughput is not None and whole is not None:
-        step = (format_seconds(seconds), speed_words(throughput, "sequences"))
+        step = (time_words(seconds, plan.time_spread), speed_words(throughput, "sequences"))
         size = f"{times(whole.sequences, 'sequence')}, {times(whole.steps, 'step')}"
         epoch = (format_seconds(whole.seconds), size)
     return [

@@ -137,8 +137,14 @@ def test_a_card_by_its_name_gives_a_plan_by_arithmetic(device: str) -> None:
 
 @pytest.mark.parametrize(("device", "half"), [("t4", "fp16"), ("a100-80gb", "bf16"), ("p100", "fp32")])
 def test_where_memory_is_short_a_card_computes_in_the_half_precision_that_it_has(device: str, half: str) -> None:
-    plan = oomguard.find_feasible_config(Spec(cell="lstm", seq=5000), device=device, budget="1GiB")
+    plan = oomguard.find_feasible_config(Spec(cell="lstm", seq=5000), device=device, budget="650MiB")
     assert plan.candidate.precision == half
+
+
+@pytest.mark.parametrize("device", ["t4", "a100-80gb"])
+def test_where_fp32_fits_in_segments_nothing_is_lost_for_less_than_a_tenth_of_the_time(device: str) -> None:
+    plan = oomguard.find_feasible_config(Spec(cell="lstm", seq=5000), device=device, budget="1GiB")
+    assert (plan.plain.fits, plan.candidate.precision) == (False, "fp32")
 
 
 @pytest.mark.parametrize("device", ["t4", "a100-80gb"])
