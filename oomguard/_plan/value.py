@@ -20,6 +20,7 @@ VERSION = 1  # the version of the file's format
 USUAL_SEQUENCES = 1000  # sequences of an epoch if the size of the data is not known
 Aim = Literal["throughput", "microbatch", "seq"]
 Allowed = Literal["precision", "window", "8bit"]
+Known = Literal["measured", "predicted", "by arithmetic"]
 Ended = Literal["done", "max-probes", "timeout", "interrupted", "estimate"]
 # a file may have been changed by hand: a value that no plan can have is refused when it is read, with its place
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
@@ -204,6 +205,18 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def confirmed(self) -> bool:
         """Whether this very candidate ran with sequences of full length."""
         return self.record is not None and self.record.verdict.ran and self.record.spec.steps == self.spec.steps
+
+    @property
+    def known(self) -> Known:
+        """How the peak is known: measured at full length, predicted from records, or by arithmetic alone."""
+        if self.confirmed:
+            return "measured"
+        return "predicted" if self.calibration.records or self.calibration.cached else "by arithmetic"
+
+    @property
+    def margin_bytes(self) -> int:
+        """Bytes by which the peak may err: none if it was measured."""
+        return 0 if self.confirmed else self.expected.margin_bytes
 
     @property
     def peak_bytes(self) -> int:

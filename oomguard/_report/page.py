@@ -88,9 +88,8 @@ def _bars(plan: Plan) -> tuple[list[tuple[object, ...]], str, str]:
     """Bars of peak and margin (name, note, size, both shares, too large, cut off), the budget, and its share."""
     plain, budget_bytes = plan.plain.expected, plan.budget_bytes
     scale_bytes = max(budget_bytes, min(plain.safe_bytes, int(LONGEST_BAR * budget_bytes)))
-    margin_bytes = 0 if plan.confirmed else plan.expected.margin_bytes
     rows = [
-        ("This plan", known_words(plan), plan.peak_bytes, margin_bytes, True),
+        ("This plan", known_words(plan), plan.peak_bytes, plan.margin_bytes, True),
         (PLAIN, plain_words(plan).removeprefix(PLAIN).strip(), plain.peak_bytes, plain.margin_bytes, plan.plain.fits),
     ]
     bars: list[tuple[object, ...]] = []
@@ -105,8 +104,8 @@ def _verdict(plan: Plan) -> tuple[str, str]:
     spare_bytes = plan.budget_bytes - plan.peak_bytes
     if plan.confirmed:
         return "It fits", f"with {format_bytes(spare_bytes)} to spare"
-    if spare_bytes >= plan.expected.margin_bytes:
-        spare = format_bytes(spare_bytes - plan.expected.margin_bytes)
+    if spare_bytes >= plan.margin_bytes:
+        spare = format_bytes(spare_bytes - plan.margin_bytes)
         return "It is expected to fit", f"with {spare} to spare beside the margin"
     return "It is not sure to fit", "since its peak and margin exceed the budget"
 

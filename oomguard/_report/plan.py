@@ -112,14 +112,14 @@ def known_words(plan: Plan) -> str:
     """How the peak is known: measured, predicted from probes, or by arithmetic."""
     record = plan.record
     if plan.confirmed and record is not None:
-        return f"measured, {times(record.passes, 'pass', 'es')} at full length"
+        return f"{plan.known}, {times(record.passes, 'pass', 'es')} at full length"
     if record is not None:
-        return f"predicted; measured only with {_length_words(plan, record.spec.steps)}"
+        return f"{plan.known}; measured only with {_length_words(plan, record.spec.steps)}"
     if plan.calibration.records:
-        words = f"predicted from {times(plan.calibration.records, 'probe')} of other candidates"
+        words = f"{plan.known} from {times(plan.calibration.records, 'probe')} of other candidates"
         longest = max((other.spec.steps for other in plan.records if other.verdict.ran), default=plan.spec.steps)
         return f"{words}, the longest with {_length_words(plan, longest)}" if longest < plan.spec.steps else words
-    return "predicted from earlier searches" if plan.calibration.cached else "by arithmetic alone"
+    return f"{plan.known} {'from earlier searches' if plan.calibration.cached else 'alone'}"
 
 
 def _length_words(plan: Plan, steps: int) -> str:
