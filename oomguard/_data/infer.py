@@ -163,6 +163,9 @@ def _size(source: Source, options: DataOptions) -> str:
     by = f" by {options.id}" if options.id is not None else ""
     shortest, longest = int(lengths.min()), int(lengths.max())
     steps = f"{longest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"
+    whole = len(np.unique(source.cuts.pieces.series))
+    if form == "series" and whole < len(lengths):  # they were cut around missing values
+        return f"{whole:,} series{by}, in {len(lengths):,} sequences of {steps} steps."
     return f"{len(lengths):,} {form}{by} of {steps} steps."
 
 

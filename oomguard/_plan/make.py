@@ -105,13 +105,13 @@ def best(problem: Problem, records: Sequence[Record]) -> tuple[CandidateTable, i
         table = screen(problem, records, with_length(problem.spec, steps))
         return table, least(table.costs, table.eligible & (table.longest >= steps))
     table, row = largest(problem, records, aim)
-    if row is None:
-        return table, None
+    if row is None or aim == "seq":
+        return table, row
     sizes = sizes_of(table, aim)
     # among rows within 2 % of the largest: those that ran, then the largest, then the fastest
-    near = table.eligible & (sizes >= ENOUGH * sizes[row])
+    near = table.eligible & (sizes >= ENOUGH * sizes[row]) & (table.exact | (not table.exact[row]))
     ran = near & (table.longest == table.longest[near].max())
-    return table, int(np.lexsort((table.expected.seconds_per_step, -sizes, ~ran))[0])
+    return table, int(np.lexsort((table.costs, -sizes, ~ran))[0])
 
 
 def _reach(problem: Problem, records: Sequence[Record], spec: Spec) -> Reach | None:

@@ -35,6 +35,7 @@ ENDED = {
 }
 AIMS = {"throughput": "fastest candidate", "microbatch": "largest microbatch", "seq": "longest sequences"}
 """The goal that each value of `--maximize` stands for."""
+PLURAL = ("seq",)  # aims that are several things
 
 
 def plan_json(plan: Plan | TaskPlan) -> str:
@@ -152,7 +153,7 @@ def plain_words(plan: Plan) -> str:
 def _why(plan: Plan) -> Section:
     first, *others = plan.maximize
     also = f", and a front towards the {' and the '.join(AIMS.get(aim, aim) for aim in others)}" if others else ""
-    sentences = [f"Goal: the {AIMS.get(first, first)} that fits{also}.", *_reach_words(plan)]
+    sentences = [f"Goal: the {AIMS.get(first, first)} that {'fit' if first in PLURAL else 'fits'}{also}."]
     sentences.append(f"Lossy knobs allowed: {', '.join(plan.allow) or 'none'}.")
     if plan.asked_budget_bytes is not None and plan.asked_budget_bytes > plan.budget_bytes:
         asked, free = format_bytes(plan.asked_budget_bytes), format_bytes(plan.budget_bytes)
@@ -180,12 +181,12 @@ def _reach_words(plan: Plan) -> list[str]:
         return []
     limit = format_seconds(reach.step_seconds)
     over = {"memory": "need too much memory", "step-time": f"take more than {limit} per step (--step-time)"}
-    longer = f"Longer ones are predicted to {over[reach.bound]}."
+    longer = f"Longer sequences are predicted to {over[reach.bound]}."
     if plan.ended == "estimate":
         longer += " The time is a guess: nothing was run." if reach.bound == "step-time" else ""
     if reach.steps * (1 - WORTH / 2) <= plan.spec.steps:
         return [longer]
-    return [f"These are the longest that ran. Up to T = {reach.steps:,} may fit: raise --timeout to try. {longer}"]
+    return [f"These are the longest that ran. Up to T = {reach.steps:,} may fit: raise --timeout to try."]
 
 
 def _speed_limit(plan: Plan) -> list[str]:
@@ -236,6 +237,7 @@ def _basis(plan: Plan) -> tuple[str, ...]:
         *([f"measured {format_bytes(plan.peak_bytes)}"] if plan.confirmed else []),
     ]
     sentences = [sentence(ended), ", ".join(sizes) + "."]
+    sentences += _reach_words(plan)
     if not plan.confirmed and plan.ended != "estimate":
         sentences.append(unmeasured_words(plan))
     sentences += late_words(plan.records)

@@ -2,14 +2,16 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
 
 from oomguard._core.errors import MisuseError
+from oomguard._predict.fit import Floats
 from oomguard._probe.record import Record
 from oomguard._search.screen import CandidateTable, Ints, Mask, screen
-from oomguard._search.space import Problem
+from oomguard._search.space import WORTH_LOSSY, Problem
 from oomguard._spec.candidate import make_candidate
 from oomguard._spec.lengths import longest_that_fits, same_model
 from oomguard._spec.spec import Spec
@@ -38,6 +40,11 @@ def sizes_of(table: CandidateTable, aim: str) -> Ints:
     return table.microbatches if aim == "microbatch" else np.full(len(table), table.spec.steps)
 
 
+def _worth(table: CandidateTable, aim: str) -> Floats:
+    """The sizes, of which half precision must exceed others by a stated share."""
+    return sizes_of(table, aim) / np.where(table.exact, 1.0, WORTH_LOSSY)
+
+
 def largest(
     problem: Problem, records: Sequence[Record], aim: str, pass_seconds: float = math.inf
 ) -> tuple[CandidateTable, int | None]:
@@ -51,9 +58,9 @@ def largest(
     if not table.eligible.any():
         return table, None
     usable = table.eligible
-    if aim == "seq" and (usable & _in_time(problem, table, pass_seconds)).any():
-        usable = usable & _in_time(problem, table, pass_seconds)
-    return table, int(np.lexsort((table.costs, -sizes_of(table, aim), ~usable))[0])
+    for rows in (_in_time(problem, table, pass_seconds), table.exact) if aim == "seq" else ():
+        usable = usable & rows if (usable & rows).any() else usable
+    return table, int(np.lexsort((table.costs, -_worth(table, aim), ~usable))[0])
 
 
 def _in_time(problem: Problem, table: CandidateTable, pass_seconds: float) -> Mask:
@@ -62,16 +69,24 @@ def _in_time(problem: Problem, table: CandidateTable, pass_seconds: float) -> Ma
 
 
 def _longest(problem: Problem, records: Sequence[Record], table: CandidateTable, pass_seconds: float) -> CandidateTable:
-    """The table at the longest sequences of which some candidate fits in memory and time, to a part in 200."""
-    tables = {problem.spec.steps: table}
+    """The table at the longest sequences of which some candidate fits in memory and time, to a part in 200.
 
-    def fits(steps: int) -> bool:
+    Half precision counts only if it allows sequences that are longer by a stated share.
+    """
+    tables, low = {problem.spec.steps: table}, problem.spec.steps
+
+    def fits(steps: int, *, exact: bool = False) -> bool:
         try:
             spec = with_length(problem.spec, steps)
             make_candidate(spec, microbatch=1, segments=problem.space.choices.fixed.get("segments"))
             tables[steps] = screen(problem, records, spec)
         except MisuseError:  # a length that no spec can have, or fewer steps than fixed segments
             return False
-        return bool((tables[steps].eligible & _in_time(problem, tables[steps], pass_seconds)).any())
+        rows = tables[steps].eligible & _in_time(problem, tables[steps], pass_seconds)
+        return bool((rows & (tables[steps].exact | (not exact))).any())
 
-    return tables[longest_that_fits(fits, problem.spec.steps, parts=200)]
+    longest = longest_that_fits(fits, low, parts=200)
+    nearly, fits_exactly = max(low, math.ceil(longest / WORTH_LOSSY)), partial(fits, exact=True)
+    if longest > low and not tables[longest].exact.all() and fits_exactly(nearly):
+        longest = longest_that_fits(fits_exactly, nearly, longest + 1, parts=200)
+    return tables[longest]

@@ -62,8 +62,12 @@ class CandidateTable:
     @property
     def costs(self) -> Floats:
         """What candidates are compared by: seconds of a step, of which half precision must save a stated share."""
-        half = np.not_equal(self.candidates.precision, "fp32")
-        return self.expected.seconds_per_step * np.where(half, WORTH_LOSSY, 1.0)
+        return self.expected.seconds_per_step * np.where(self.exact, 1.0, WORTH_LOSSY)
+
+    @property
+    def exact(self) -> Mask:
+        """Where candidates compute in fp32."""
+        return np.broadcast_to(np.equal(self.candidates.precision, "fp32"), len(self))
 
     def in_time(self, seconds: float) -> Mask:
         """Where a step takes at most so many seconds: as measured, elsewhere with the deviation of its prediction."""
