@@ -213,7 +213,8 @@ def cut_sources(store: Arrays | Items, spec: Spec, options: DataOptions, *sides:
         _check_cut(store, spec, options)
         sides = tuple(pieces.around(nan_rows) for pieces in sides if nan_rows is not None)
     if not (windows or options.truncate):
-        _check_lengths(store, spec, Pieces(*map(np.concatenate, zip(*sides, strict=True))))
+        pieces = Pieces(*map(np.concatenate, zip(*sides, strict=True)))
+        _check_lengths(store, spec, pieces if nan_rows is None or around else pieces.without(nan_rows))
     if windows and isinstance(store, Arrays) and store.per_series:
         raise MisuseError(
             rule="A series with one target cannot be cut into windows",
