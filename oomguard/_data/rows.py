@@ -237,8 +237,11 @@ def cut_sources(store: Arrays | Items, spec: Spec, options: DataOptions, *sides:
         short = int(np.count_nonzero((pieces.steps > 0) & (pieces.steps <= store.ahead)))
         left_out = {"dropped": cuts.total - len(cuts), "short": short} if isinstance(store, Arrays) else store.left_out
         if cuts is not every:
-            left_out["dropped_steps"] = int(every.lengths().sum() - cuts.lengths().sum())
-        missing = {"truncated": int(np.count_nonzero(surplus)), "cut_rows": cut_rows, **left_out}
+            steps = every.lengths() if windows else every.usable
+            left_out["dropped_steps"] = int(steps.sum() - steps[cuts.kept].sum())
+        missing = {"truncated": int(np.count_nonzero(surplus)), **left_out} | (
+            {"cut_rows": cut_rows} if cut_rows else {}
+        )
         sources.append(Source(store=store, cuts=cuts, spec=spec, nan=options.nan, missing=missing))
     return sources
 

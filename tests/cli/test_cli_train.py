@@ -234,12 +234,12 @@ def test_what_was_cut_and_left_out_is_told(here: Path, capsys: pytest.CaptureFix
     np.save(here / "data.npy", data)
     words = "train plan.json --data data.npy --truncate --nan drop"
     assert run(f"{words} --run r".split()) == 0
-    line = "40 were cut to the length of the spec, 1 was left out for missing values (6 steps)."
+    line = "40 were cut to the length of the spec, 1 was left out for missing values (8 steps)."
     printed = capsys.readouterr()
     assert f"Of all sequences, {line}" in " ".join(printed.out.split())
     assert f"Step 0, data: Of all sequences, {line}" in printed.err
     events = Events(here / "r" / "events.jsonl").read()
-    counts = {"truncated": 40, "dropped": 1, "short": 0, "dropped_steps": 6, "cut_rows": 0}
+    counts = {"truncated": 40, "dropped": 1, "short": 0, "dropped_steps": 8, "cut_rows": 0}
     assert [(event.kind, event.figures) for event in events] == [("data", counts)]
     assert run(f"{words} --run s --json".split()) == 0
     document = json.loads(capsys.readouterr().out)
