@@ -85,6 +85,7 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             if isinstance(value, str | int) and not isinstance(value, bool):  # one column, by name or number
                 value = (str(value),)
             names = tuple(value) if isinstance(value, tuple | list) else ()
+            names = tuple(str(name) if type(name) is int else name for name in names)
             if not names or not all(isinstance(n, str) for n in names) or len({*names}) < len(names):
                 advice = 'Write it as ("open", "close"), and columns of an array as ("0", "3").'
                 raise wrong(name, "a list of different columns", value, advice)
