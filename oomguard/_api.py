@@ -184,6 +184,7 @@ def find_feasible_config(
     allow: str | Sequence[str] = "precision",
     max_probes: int = 24,
     timeout: float | str = 55.0,
+    step_time: float | str | None = None,
     steps: int | None = None,
     sampler: str = "auto",
     ledger: str | None = None,
@@ -195,7 +196,8 @@ def find_feasible_config(
 
     Fields of the spec may be given by name, and knobs to fix them. `budget` is bytes or text such as "6GiB", `timeout`
     seconds or text such as "5min". `maximize` and `allow` take the words of `--maximize` and `--allow`. With "batch",
-    and without `batch`, the plan has the largest batch that fits in one pass; with "seq", the longest sequences.
+    and without `batch`, the plan has the largest batch that fits in one pass; with "seq", the longest sequences of
+    which a step takes at most `step_time` (default: a minute) and that can be run within `timeout`.
     Several devices, "cuda:0,cuda:1", search together. With `data`, as `train` takes it, features, outputs, vocabulary,
     head, loss and lengths are those of the data, and the plan keeps how it is read (`id`, `target`, `stride`, ...).
     With `sampler` "gp", "tpe" or "random" one of Optuna's samplers explores, for comparison. Raises `NothingFitsError`
@@ -212,7 +214,7 @@ def find_feasible_config(
     (0, True)
     """
     if isinstance(spec, Task | str):
-        for name, value in (("data", data), ("ledger", ledger), ("storage", storage)):
+        for name, value in (("data", data), ("ledger", ledger), ("storage", storage), ("step_time", step_time)):
             if value is not None:
                 rule = f"The plan of a task does not take {name}"
                 raise MisuseError(rule=rule, got=f"got {shown(value)}", advice="Leave it out.")
@@ -225,6 +227,8 @@ def find_feasible_config(
         fields["steps"] = steps
     limits = Limits(max_probes=max_probes, seconds=parse_seconds(timeout, "timeout"))
     more = {"limits": limits, "sampler": sampler, "ledger": ledger, "storage": storage}
+    if step_time is not None:
+        more["step_seconds"] = parse_seconds(step_time, "step_time")
     read = None
     if data is not None:
         (fields, read), spec = _with_data(spec, data, fields), None

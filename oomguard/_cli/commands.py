@@ -185,13 +185,13 @@ def _plan(*, device: str = "cpu", output: str = "plan.json", json: bool = False,
     - oomguard plan --model lstm --data sales.csv --id shop --target sales
     - oomguard plan --model package.module:task --budget 6GiB
 
-    Exit codes: 0 a plan was written, 1 nothing fits (with advice), 2 wrong usage.
+    Exit codes: 0 a plan was written, 1 nothing fits (with advice) or --require-measured is not met, 2 wrong usage.
     """
     from oomguard._api import find_feasible_config
     from oomguard._plan.store import save_plan
     from oomguard._plan.task_value import TaskPlan
     from oomguard._plan.value import NothingFitsError, Plan
-    from oomguard._report.plan import explain_shortfall, plan_json, shortfall_json, show_result
+    from oomguard._report.plan import explain_shortfall, plan_json, shortfall_json, show_result, unmeasured_words
     from oomguard._report.progress import live
     from oomguard._report.tables import show_sections
     from oomguard._report.task import show_task_result
@@ -218,6 +218,9 @@ def _plan(*, device: str = "cpu", output: str = "plan.json", json: bool = False,
     except MisuseError as error:  # the plan is shown even if it cannot be saved
         say(str(error))
         path, code = None, MISUSE
+    if code == FITS and values.get("require_measured") and not plan.confirmed:
+        say(f"--require-measured is not met. {unmeasured_words(plan)}")
+        code = DOES_NOT_FIT
     show = partial(show_task_result, plan, path) if isinstance(plan, TaskPlan) else partial(show_result, plan, path)
     return _answer(json, lambda: plan_json(plan), show, code)
 

@@ -115,6 +115,7 @@ SEARCH = [
     ),
     Flag("max_probes", "N", "Probes at most (default: 24).", int),
     Flag("timeout", "SECONDS", "Time limit of the search, such as 90s or 5min (default: 55s)."),
+    Flag("step_time", "SECONDS", "Longest time of a step with --maximize seq (default: 1min)."),
     Flag(
         "sampler",
         "NAME",
@@ -167,7 +168,9 @@ TABLE_OUTPUT = [
     FORCE,
     JSON,
 ]
-PLANNED = [Flag("output", "FILE", "File for the plan (default: plan.json)."), FORCE, JSON]
+_MEASURED = "Exit with code 1 unless the planned candidate was run at full length."
+REQUIRE = Flag("require_measured", "", _MEASURED, bool)
+PLANNED = [Flag("output", "FILE", "File for the plan (default: plan.json)."), FORCE, REQUIRE, JSON]
 SEQUENCES = Flag("sequences", "N", "Sequences per epoch (default: those of the plan's histogram of lengths).", int)
 HTML = Flag("html", "FILE", "Write a report page with charts, in one file.")
 YES = Flag("yes", "", "Remove everything that is listed.", bool)

@@ -1,5 +1,6 @@
 """The columns of a table: what they hold, and which of them are inputs, targets and the time."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -64,7 +65,7 @@ def read_columns(given: Inferred, columns: list[Column], path: str) -> Inferred:
     left_out = [name for name in known if name not in {*inputs, *targets, time, *usable}]
     if left_out:
         what = "dates, names or notes" if len(dates) < 2 else "dates (--time names those to sort by), names or notes"
-        notes = (*notes, f"Left out, as {what}: {_listed(left_out)}.")
+        notes = (*notes, f"Left out, as {what}: {listed(left_out)}.")
     values = {name: known[name].values for name in dict.fromkeys([*inputs, *targets]) if known[name].values}
     given_features = options.columns is None and {"features", "vocab"} & given.fields.keys() and not values
     chosen = {} if given_features and options.target is None else {"columns": tuple(inputs), "target": tuple(targets)}
@@ -126,12 +127,13 @@ def _with_targets(
     described = [_described(known[name], "embedded" if tokens else "one-hot") for name in inputs]
     ahead = " one step ahead" if {*inputs} & {*targets} else ""
     aims = [_described(known[name], "classes") for name in targets]
-    return found, (f"Inputs: {_listed(described)}.", f"Targets: {_listed(aims)}{ahead}.")
+    return found, (f"Inputs: {listed(described)}.", f"Targets: {listed(aims)}{ahead}.")
 
 
 def _described(column: Column, what: str) -> str:
     return f"{column.name} (text, {len(column.values)} values, {what})" if column.values else column.name
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Names in a sentence: the first ones, if there are many."""
     return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED:,} more" if len(names) > LISTED else "")

@@ -13,7 +13,7 @@ import numpy as np
 from oomguard._core.errors import MisuseError
 from oomguard._core.system import run_elsewhere
 from oomguard._core.units import format_seconds
-from oomguard._data.columns import Inferred, read_columns
+from oomguard._data.columns import Inferred, listed, read_columns
 from oomguard._data.files import BYTE_TOKENS, characters_of, map_array
 from oomguard._data.frames import is_frame, write_frame
 from oomguard._data.open import Missing, histogram, is_dataset, kind_of, open_source
@@ -109,7 +109,12 @@ def _from_array(given: Inferred, array: Array) -> Inferred:
     if options.target is not None:
         count = len(options.target)
         inputs = len(options.columns or ()) or width - count or width
-        found = given.with_fields(features=inputs)
+        others = options.columns or [str(n) for n in range(width) if str(n) not in options.target or count == width]
+        notes = tuple(
+            f"{what}: {listed(names)} (by number)."
+            for what, names in (("Input columns", others), ("Target columns", options.target))
+        )
+        found = replace(given.with_fields(features=inputs), notes=(*given.notes, *notes))
         if fields.get("loss") == "cross-entropy":
             column = array[..., int(options.target[0])] if options.target[0].isdecimal() else array
             return found.with_fields(outputs=max(2, int(column.max()) + 1))
@@ -163,6 +168,9 @@ def _size(source: Source, options: DataOptions) -> str:
     by = f" by {options.id}" if options.id is not None else ""
     shortest, longest = int(lengths.min()), int(lengths.max())
     steps = f"{longest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"
+    whole = len(np.unique(source.cuts.pieces.series))
+    if form == "series" and whole < len(lengths):  # they were cut around missing values
+        return f"{whole:,} series{by}, in {len(lengths):,} sequences of {steps} steps."
     return f"{len(lengths):,} {form}{by} of {steps} steps."
 
 

@@ -36,14 +36,21 @@ class Missing(NamedTuple):
     """Data that is in neither part, training nor validation."""
 
     truncated: int = 0  # sequences that were cut
-    dropped: int = 0  # sequences that were left out for a NaN
+    dropped: int = 0  # sequences that were left out for a missing value
     short: int = 0  # series, or parts of a split one, that are too short to have a target
+    dropped_steps: int = 0  # steps of the sequences that were left out for a missing value
+    cut_rows: int = 0  # rows with a missing value that sequences were cut around
 
     def words(self) -> str:
         """The counts that are not 0, in words."""
-        reasons = ("cut to the length of the spec", "left out for a NaN", "too short to have a target")
-        counts = zip(self, reasons, strict=True)
-        return ", ".join(f"{count:,} {'was' if count == 1 else 'were'} {why}" for count, why in counts if count)
+        steps = f" ({self.dropped_steps:,} steps)" if self.dropped_steps else ""
+        reasons = ("cut to the length of the spec", f"left out for missing values{steps}", "too short to have a target")
+        counts = zip(self, reasons, strict=False)
+        words = [f"{count:,} {'was' if count == 1 else 'were'} {why}" for count, why in counts if count]
+        if self.cut_rows:
+            rows = "1 row" if self.cut_rows == 1 else f"{self.cut_rows:,} rows"
+            words.append(f"some were cut around {rows} with missing values")
+        return ", ".join(words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

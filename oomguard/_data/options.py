@@ -14,7 +14,7 @@ from oomguard._spec.spec import MAX_SEQ, Spec
 
 Format = Literal["npy", "csv", "parquet", "text"]
 Nan = Literal["error", "drop", "cut", "zero"]
-Fill = Literal["forward", "mean", "zero"]
+Fill = Literal["forward", "mean", "zero", "drop"]
 CUTTING = (
     *("format", "columns", "target", "ahead", "id", "time", "targets", "stride", "nan", "fill", "categories"),
     *("characters", "vocabulary", "truncate", "limit", "cache"),
@@ -49,8 +49,8 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Handling of NaN and infinite numbers: an error, its sequence is dropped, sequences are cut around its row, or 0.
     Tokens and classes are never 0 instead."""
     fill: Fill | None = None
-    """Fill missing inputs with the last value before, the mean of the training part, or 0; None: `nan` decides.
-    Sequences are cut around a row whose target is missing."""
+    """Fill missing inputs with the last value before, the mean of the training part, or 0, or drop their sequences;
+    None: `nan` decides. Sequences are cut around a row whose target is missing."""
     characters: bool = False
     """Whether the tokens of text are characters (of UTF-8) instead of bytes."""
     vocabulary: str | None = None
@@ -85,6 +85,7 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             if isinstance(value, str | int) and not isinstance(value, bool):  # one column, by name or number
                 value = (str(value),)
             names = tuple(value) if isinstance(value, tuple | list) else ()
+            names = tuple(str(name) if type(name) is int else name for name in names)
             if not names or not all(isinstance(n, str) for n in names) or len({*names}) < len(names):
                 advice = 'Write it as ("open", "close"), and columns of an array as ("0", "3").'
                 raise wrong(name, "a list of different columns", value, advice)
@@ -107,6 +108,9 @@ class DataOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
 
     def _check_fill(self) -> None:
+        if self.fill == "drop" and self.nan in ("error", "drop"):  # the same by its other name
+            msgspec.structs.force_setattr(self, "nan", "drop")
+            msgspec.structs.force_setattr(self, "fill", None)
         if self.fill is not None and self.nan != "error":
             raise conflict("Missing values are filled or left out", f"--fill {self.fill}", f"--nan {self.nan}")
         if self.fill == "mean" and self.normalise == "none":

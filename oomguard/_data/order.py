@@ -47,6 +47,10 @@ class Pieces(NamedTuple):
         parts = Pieces(starts[by_start], stops[by_stop], self.series[piece[by_start]])
         return parts.take(np.flatnonzero(parts.steps > 0))
 
+    def without(self, rows: Ints) -> "Pieces":
+        """Only the pieces that have none of these rows (ascending)."""
+        return self.take(np.flatnonzero(np.searchsorted(rows, self.starts) == np.searchsorted(rows, self.stops)))
+
 
 def whole(borders: Ints) -> Pieces:
     """All series that have rows, each a piece, from the row at which each begins and the row at which the last ends."""

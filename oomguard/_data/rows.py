@@ -164,7 +164,7 @@ class Source:
     cuts: Cuts
     spec: Spec
     nan: Nan
-    missing: dict[str, int]  # how many sequences were cut ("truncated") or left out ("dropped", "short")
+    missing: dict[str, int]  # how many sequences were cut or left out, by fields of `Missing`
     normaliser: Normaliser | None = None  # applied to each sequence that is read
 
     @cached_property
@@ -208,11 +208,13 @@ def cut_sources(store: Arrays | Items, spec: Spec, options: DataOptions, *sides:
     windows = store.long or options.stride is not None
     around = options.nan == "cut" or (options.fill is not None and not options.inputs_only)
     nan_rows = store.nan_rows() if isinstance(store, Arrays) and (around or options.nan == "drop") else None
+    before = [int(pieces.steps.sum()) for pieces in sides]
     if around:
         _check_cut(store, spec, options)
         sides = tuple(pieces.around(nan_rows) for pieces in sides if nan_rows is not None)
     if not (windows or options.truncate):
-        _check_lengths(store, spec, Pieces(*map(np.concatenate, zip(*sides, strict=True))))
+        pieces = Pieces(*map(np.concatenate, zip(*sides, strict=True)))
+        _check_lengths(store, spec, pieces if nan_rows is None or around else pieces.without(nan_rows))
     if windows and isinstance(store, Arrays) and store.per_series:
         raise MisuseError(
             rule="A series with one target cannot be cut into windows",
@@ -221,18 +223,25 @@ def cut_sources(store: Arrays | Items, spec: Spec, options: DataOptions, *sides:
         )
     stride = options.stride or spec.steps if windows else ONLY_ONE
     sources = []
-    for pieces in sides:
+    for pieces, rows in zip(sides, before, strict=True):
+        cut_rows = rows - int(pieces.steps.sum())
         surplus = np.maximum(0, pieces.steps - store.ahead - spec.steps) * (not windows)
         if spec.head == "last-step":  # the last steps of a sequence that is cut are kept
             pieces = pieces._replace(starts=pieces.starts + surplus)
         cuts = Cuts(pieces=pieces, ahead=store.ahead, seq=spec.steps, stride=stride)
+        every = cuts
         if nan_rows is not None and not around:
             cuts = cuts.without(nan_rows)
         if not len(cuts):
             raise no_data(store.about["path"]) if nan_rows is None else _all_missing(store, cuts, nan_rows)
         short = int(np.count_nonzero((pieces.steps > 0) & (pieces.steps <= store.ahead)))
         left_out = {"dropped": cuts.total - len(cuts), "short": short} if isinstance(store, Arrays) else store.left_out
-        missing = {"truncated": int(np.count_nonzero(surplus)), **left_out}
+        if cuts is not every:
+            steps = every.lengths() if windows else every.usable
+            left_out["dropped_steps"] = int(steps.sum() - steps[cuts.kept].sum())
+        missing = {"truncated": int(np.count_nonzero(surplus)), **left_out} | (
+            {"cut_rows": cut_rows} if cut_rows else {}
+        )
         sources.append(Source(store=store, cuts=cuts, spec=spec, nan=options.nan, missing=missing))
     return sources
 

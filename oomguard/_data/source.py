@@ -281,7 +281,7 @@ def wrong_value(place: str, value: Any, index: Index | None) -> MisuseError:
     if index is None:
         rule, change = (
             "Numbers in the data must be finite",
-            "use --fill forward, mean or zero, --nan cut (sequences around such rows) or --nan drop",
+            "use --fill forward, mean, zero or drop, or --nan cut (sequences around such rows)",
         )
     else:
         rule = f"{index.noun} must be a whole number from 0 to {index.below - 1:,}"

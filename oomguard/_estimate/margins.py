@@ -160,6 +160,13 @@ def sigmas(device: str, own: Iterable[float] = ()) -> float:
     return quantile((*_surprises(device), *own), RISK)
 
 
+def is_low(error: float, *kind: str | bool) -> bool:
+    """Whether a peak is so far below its estimate as happens by chance with a probability of `RISK`."""
+    errors = spread(*kind)
+    least = -quantile((-surprise for surprise in _surprises(str(kind[0]))), RISK)
+    return (error - errors.middle) / math.hypot(*errors[1:]) < least
+
+
 @cache
 def bare(*kind: str | bool) -> float:
     """The margin of an estimate that no record has corrected, as a share of what it estimates."""

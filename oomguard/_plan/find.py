@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from oomguard._core.errors import MisuseError, check_choice, check_whole, nearest, shown
+from oomguard._core.errors import MisuseError, check_choice, check_whole, conflict, nearest, shown
 from oomguard._device.budget import Budget
 from oomguard._device.cpu import cores
 from oomguard._device.find import Device, card_index, find_budget, find_target, open_device
@@ -20,9 +20,9 @@ from oomguard._plan.value import Environment, NothingFitsError, Plan
 from oomguard._probe.cache import Cache, user_directory
 from oomguard._probe.record import check_seconds, open_ledger, torch_version
 from oomguard._probe.runner import Runner
-from oomguard._search.propose import largest
+from oomguard._search.largest import largest
 from oomguard._search.run import Limits, Progress, Search, SearchResult, measured_on, usable_bytes
-from oomguard._search.space import Choices, Problem, make_space
+from oomguard._search.space import STEP_SECONDS, Choices, Problem, make_space
 from oomguard._spec.candidate import KNOBS, check_allow, check_fixed, make_candidate, renew
 from oomguard._spec.lengths import same_model
 from oomguard._spec.spec import MAX_BATCH, Spec
@@ -50,6 +50,7 @@ class Question:
     sampler: str = "auto"
     """The sampler that chooses the probes: `auto` is ours; `gp`, `tpe` and `random` are Optuna's, for comparison."""
     open_batch: bool = False  # whether the batch is to be as large as fits in one pass, whatever the spec says
+    step_seconds: float | None = None  # seconds of a step at most, with the aim `seq`; None: `STEP_SECONDS`
 
     def __post_init__(self) -> None:
         if not self.devices or (len(self.devices) > 1 and not all(map(is_here, self.devices))):
@@ -66,6 +67,10 @@ class Question:
         check_fixed(self.fixed, self.allow)
         check_whole("max_probes", self.limits.max_probes, 1, 100_000, optional=False)
         check_seconds("The time limit of a search", self.limits.seconds)
+        if self.step_seconds is not None:
+            check_seconds("The time of a step", self.step_seconds)
+            if "seq" not in self.maximize:
+                raise conflict("The time of a step limits the longest sequences", "--step-time", "no --maximize seq")
 
 
 def check_maximize(maximize: tuple[str, ...]) -> None:
@@ -121,7 +126,7 @@ def find_plan(question: Question, progress: Callable[[Progress], None] | None = 
     environment = make_environment(target, devices[0] if devices else None, budget, libraries)
     plan = make_plan(result, environment, devices[0].environment if devices else None, question.budget_bytes)
     if plan is None:
-        raise NothingFitsError(explain(result.problem, result.records))
+        raise NothingFitsError(explain(result.problem, result.evidence))
     return plan
 
 
@@ -158,7 +163,7 @@ def _unreachable_batch(problem: Problem) -> int:
 
 def _in_one_pass(result: SearchResult) -> SearchResult:
     """The result of the search for the largest batch, with that batch in its spec."""
-    table, row = best(result.problem, result.records)
+    table, row = best(result.problem, result.evidence)
     if row is None:
         return result
     spec = msgspec.structs.replace(table.spec, batch=int(table.microbatches[row]))
@@ -184,6 +189,7 @@ def _problem(question: Question, target: Target, devices: list[Device], budget: 
         budget_bytes=budget_bytes,
         host_bytes=free[0].host_bytes if target.cuda and free else None,
         maximize=question.maximize,
+        step_seconds=question.step_seconds or STEP_SECONDS,
     )
     if not question.open_batch:
         return problem

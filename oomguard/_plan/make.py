@@ -11,15 +11,16 @@ from numpy.typing import ArrayLike, NDArray
 from oomguard._core.units import MIB
 from oomguard._estimate.breakdown import estimate_step
 from oomguard._plan.buckets import cut, make_buckets, padded_share, padded_tokens
-from oomguard._plan.value import Calibrated, Environment, LossyGain, Padding, Plain, Plan, Point, Rung, figures
+from oomguard._plan.value import Calibrated, Environment, LossyGain, Padding, Plain, Plan, Point, Reach, Rung, figures
 from oomguard._predict.calibration import Calibration
 from oomguard._probe.record import Record
-from oomguard._search.propose import choose, largest, sizes_of
+from oomguard._search.largest import largest, longest_run, sizes_of, with_length
+from oomguard._search.propose import choose
 from oomguard._search.run import SearchResult, count_ooms
-from oomguard._search.screen import SETTING, CandidateTable, record_of, screen
+from oomguard._search.screen import SETTING, CandidateTable, least, record_of, screen
 from oomguard._search.space import Problem
 from oomguard._spec.candidate import Candidate, make_candidate
-from oomguard._spec.spec import Spec
+from oomguard._spec.spec import MAX_SEQ, Spec
 
 ENOUGH = 0.98  # a speed or size of at least this share of the largest counts as equal to it
 FRONT_POINTS = 8  # sequence lengths of a front, at most
@@ -42,7 +43,7 @@ def make_plan(
     `exports` gives the environment variables that a candidate with its engine needs (`Device.environment`); None if the
     device is not here.
     """
-    problem, records = result.problem, result.records
+    problem, records = result.problem, result.evidence
     table, row = best(problem, records)
     if row is None:
         return None
@@ -53,8 +54,11 @@ def make_plan(
     estimate, expected = figures(estimated), before.predict(estimated)[0]
     runtime_bytes = estimate.terms["runtime"]  # assumed: a tiny model on a smaller runtime peaks below it
     ratio = max(0, expected.peak_bytes - runtime_bytes) / max(1, estimate.total_bytes - runtime_bytes)
-    choices = problem.space.choices
-    words: dict[str, Any] = {"maximize": problem.maximize, "allow": choices.allow, "ended": result.ended}
+    choices, reach = problem.space.choices, _reach(problem, records, spec)
+    short = record is None or record.spec.steps < spec.steps
+    late = timed and (short or (reach is not None and reach.steps > spec.steps / ENOUGH))
+    ended = "timeout" if late and result.ended == "done" else result.ended  # no time was left for what was to be run
+    words: dict[str, Any] = {"maximize": problem.maximize, "allow": choices.allow, "ended": ended}
     plan = Plan(
         **words,
         spec=spec,
@@ -72,14 +76,16 @@ def make_plan(
             stale=result.stale,
             ratio=round(ratio, 4),
         ),
+        time_spread=round(float(table.prediction.doubt[row]), 4) if timed else None,
         fallbacks=make_fallbacks(problem, table, row, timed=timed),
         plain=_plain(problem, spec, records, environment.cores, timed=timed),
         bought=tuple(_lossy_gain(table, row, knob, timed=timed) for knob in candidate.lossy),
         enough_rows=_enough_rows(table, row) if timed else None,
         **_by_length(problem, records, candidate, timed=timed),
-        probes=len(records),
-        ooms=count_ooms(records),
-        records=tuple(records),
+        reach=reach,
+        probes=len(result.records),
+        ooms=count_ooms(result.records),
+        records=result.records,
         seconds=round(result.seconds, 3),
         environment=environment,
         exports={} if exports is None else exports(candidate, estimate.engine),
@@ -95,14 +101,27 @@ def best(problem: Problem, records: Sequence[Record]) -> tuple[CandidateTable, i
     if aim == "throughput":
         table = screen(problem, records)
         return table, choose(table)
+    if aim == "seq" and (steps := longest_run(problem, records)):  # what ran, not what may run
+        table = screen(problem, records, with_length(problem.spec, steps))
+        return table, least(table.costs, table.eligible & (table.longest >= steps))
     table, row = largest(problem, records, aim)
-    if row is None:
-        return table, None
+    if row is None or aim == "seq":
+        return table, row
     sizes = sizes_of(table, aim)
     # among rows within 2 % of the largest: those that ran, then the largest, then the fastest
-    near = table.eligible & (sizes >= ENOUGH * sizes[row])
+    near = table.eligible & (sizes >= ENOUGH * sizes[row]) & (table.exact | (not table.exact[row]))
     ran = near & (table.longest == table.longest[near].max())
-    return table, int(np.lexsort((table.expected.seconds_per_step, -sizes, ~ran))[0])
+    return table, int(np.lexsort((table.costs, -sizes, ~ran))[0])
+
+
+def _reach(problem: Problem, records: Sequence[Record], spec: Spec) -> Reach | None:
+    """How far sequences can grow, if they are to be as long as possible."""
+    if problem.maximize[0] != "seq":
+        return None
+    steps = max(spec.steps, largest(problem, records, "seq")[0].spec.steps)
+    longer = with_length(problem.spec, min(MAX_SEQ, steps + 1 + steps // 100))
+    room = bool(screen(problem, records, longer).eligible.any())
+    return Reach(steps=steps, bound="step-time" if room else "memory", step_seconds=problem.step_seconds)
 
 
 def make_fallbacks(problem: Problem, table: CandidateTable, row: int, *, timed: bool) -> tuple[Rung, ...]:

@@ -23,6 +23,7 @@ from oomguard._probe.record import TaskRecord
 from oomguard._probe.runner import Runner
 from oomguard._probe.verdict import Verdict
 from oomguard._search.run import usable_bytes
+from oomguard._search.space import WORTH_LOSSY
 from oomguard._spec.candidate import ALLOWED, Candidate, check_fixed
 from oomguard._spec.spec import MAX_BATCH
 from oomguard._task.ask import CHILD_SECONDS, Asker, send
@@ -42,7 +43,6 @@ TRACE_ERROR, MARGIN, SMALL_MARGIN = 0.15, 0.05, 0.01
 close by. The first is the worst error that a trace may have. Half of the rows, doubled, gave up to 2.8 % too little (an
 LSTM with a growth of 59 MiB), and a third probe makes up for a small second one. Probes repeat to about 1 %."""
 WORTH = 1.02  # a further probe must promise so many times the rows, and another setting must be so much faster
-WORTH_LOSSY = 1.1  # the same for a setting that changes the gradient
 MAX_PROBES = 3  # probes that find the largest microbatch
 
 
@@ -123,6 +123,7 @@ class _Search:
         self.notes: list[str] = []
         self.refused: set[int] = set()  # segments with which a probe of the whole batch has failed
         self.useless = False  # whether segments save no memory on this task
+        self.repeats = 0  # probes that were run again, since the first peak was far below its trace
 
     def run(self) -> TaskPlan:
         choice = self._pick(0.0)
@@ -146,7 +147,7 @@ class _Search:
         """Probe a choice and what follows from it, as far as there is time; the best that can be planned."""
         best: tuple[Choice, TaskRecord] | None = None
         next_choice: Choice | None = choice
-        while next_choice is not None and len(self.records) < min(MAX_PROBES, self.question.max_probes):
+        while next_choice is not None and self._sizes < min(MAX_PROBES, self.question.max_probes):
             if self._is_late():
                 break
             last, record = next_choice, self._probe(next_choice)
@@ -186,7 +187,7 @@ class _Search:
             return None
         self._compare(last, record)
         self.curves.correct(last.shape, record)
-        choice = self._pick(MARGIN if len(self.records) == 1 else SMALL_MARGIN)
+        choice = self._pick(MARGIN if self._sizes == 1 else SMALL_MARGIN)
         if choice is None or best is None:
             return choice
         return choice if choice.rows >= WORTH * best[0].rows else None
@@ -218,6 +219,11 @@ class _Search:
         if not self.target.cuda:
             tried = ({"threads": 1} if cores() > 1 else {}) | {"allocator": "fast"} | tried
         return ({name: value} for name, value in tried.items() if name not in self.question.fixed)
+
+    @property
+    def _sizes(self) -> int:
+        """Probes that were run, without repeated ones."""
+        return len(self.records) - self.repeats
 
     def _is_late(self) -> bool:
         return self.asker.left <= CHILD_SECONDS
@@ -304,6 +310,20 @@ class _Search:
         return Candidate(**knobs | shaped, accumulation=passes)
 
     def _probe(self, choice: Choice) -> TaskRecord:
+        """Run a choice; again, in a new child process, if its peak is far below its trace."""
+        assert self.runner is not None
+        record = self._run(choice)
+        if self.repeats or not record.verdict.ran or (1 + TRACE_ERROR) * choice.curve.ratio_to(record) >= 1:
+            return record
+        if len(self.records) >= self.question.max_probes or self._is_late():
+            self.notes.append("The measured peak is far below its trace, and was not measured again.")
+            return record
+        self.repeats += 1
+        self.runner.close()
+        again = self._run(choice)
+        return max(record, again, key=lambda one: one.peak_bytes or 0) if again.verdict.ran else again
+
+    def _run(self, choice: Choice) -> TaskRecord:
         assert self.runner is not None
         rows = self.curves.batch if choice.shape.accumulates else choice.rows
         source = send(self.asker.task, rows, self.question.steps)
@@ -355,6 +375,7 @@ class _Search:
             estimate=figures(estimate),
             expected=choice.curve.prediction(choice.rows, TRACE_ERROR if guessed else MARGIN),
             record=record,
+            time_spread=None if record is None or record.time_spread is None else round(record.time_spread, 4),
             fallbacks=tuple(self._fallbacks(choice)),
             plain_bytes=curves[self.plain].peak_bytes(batch),
             evaluation_rows=None if evaluation is None else evaluation.largest(self.budget_bytes, TRACE_ERROR) or None,

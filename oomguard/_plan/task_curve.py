@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from oomguard._estimate.breakdown import Estimate
+from oomguard._estimate.margins import OFFSET_BYTES
 from oomguard._estimate.target import Target
 from oomguard._predict.calibration import Prediction
 from oomguard._probe.record import TaskRecord
@@ -108,6 +109,12 @@ class Curve:
         plain = replace(self, ratio=1.0, shift_bytes=None, runtime_bytes=record.runtime_bytes)
         traced = max(1, plain.peak_bytes(rows) - record.runtime_bytes)
         return replace(plain, ratio=growth / traced, shift_bytes=growth - traced)
+
+    def ratio_to(self, record: TaskRecord) -> float:
+        """The measured growth of a record over the growth that this curve predicts, as stored errors are compared."""
+        runtime_bytes = record.runtime_bytes or 0
+        growth = replace(self, runtime_bytes=runtime_bytes).peak_bytes(record.candidate.microbatch) - runtime_bytes
+        return ((record.peak_bytes or 0) - runtime_bytes + OFFSET_BYTES) / (max(0, growth) + OFFSET_BYTES)
 
 
 class Curves:

@@ -70,6 +70,8 @@ class TaskPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The prediction by the trace and the probes before that of the candidate itself."""
     record: TaskRecord | None
     """The run of this candidate with the worst batch; None if the device is not here."""
+    time_spread: Amount | None = None
+    """By which share the median pass took longer than the fastest one; None if it was not run."""
     fallbacks: tuple[TaskRung, ...]
     """Smaller microbatches, down to one row."""
     plain_bytes: Size
@@ -103,6 +105,11 @@ class TaskPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def seconds_per_step(self) -> float | None:
         """Seconds of an optimizer step with the worst batch; None if it was not run."""
         return None if self.record is None else self.record.seconds_per_step
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether this very candidate ran with the worst batch."""
+        return self.record is not None and self.record.verdict.ran
 
     @property
     def ooms(self) -> int:

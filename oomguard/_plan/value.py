@@ -20,6 +20,7 @@ VERSION = 1  # the version of the file's format
 USUAL_SEQUENCES = 1000  # sequences of an epoch if the size of the data is not known
 Aim = Literal["throughput", "microbatch", "seq"]
 Allowed = Literal["precision", "window", "8bit"]
+Known = Literal["measured", "predicted", "by arithmetic"]
 Ended = Literal["done", "max-probes", "timeout", "interrupted", "storage", "estimate"]
 # a file may have been changed by hand: a value that no plan can have is refused when it is read, with its place
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
@@ -70,6 +71,14 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     expected: Prediction
     throughput: Amount  # sequences of that length per second
     tokens_per_second: Amount  # time steps of sequences per second
+
+
+class Reach(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How far sequences can grow by prediction, and what ends that."""
+
+    steps: Positive  # steps of the longest sequences that are predicted to fit, in memory and in time
+    bound: Literal["memory", "step-time"]  # what longer sequences would exceed
+    step_seconds: Amount  # seconds that a step was allowed to take
 
 
 class LossyGain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -154,6 +163,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The run of this candidate with the longest sequences that there was time for; None if there was none."""
     calibration: Calibrated
     """How the records corrected the estimate."""
+    time_spread: Amount | None = None
+    """Standard deviation of the time of a step, as a share of it, by how much records differ; None if not timed."""
     fallbacks: tuple[Rung, ...]
     """Fallbacks with smaller and smaller peaks, down to the smallest possible."""
     plain: Plain
@@ -168,6 +179,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """How each length bucket is run, if the spec has a histogram of lengths."""
     padding: Padding | None = None
     """Padding with and without buckets, if the spec has a histogram of lengths."""
+    reach: Reach | None = None
+    """With the aim seq: the longest sequences by prediction, which may not have been run."""
     front: tuple[Point, ...] = ()
     """The front, if there are several aims."""
     probes: Count
@@ -192,6 +205,18 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def confirmed(self) -> bool:
         """Whether this very candidate ran with sequences of full length."""
         return self.record is not None and self.record.verdict.ran and self.record.spec.steps == self.spec.steps
+
+    @property
+    def known(self) -> Known:
+        """How the peak is known: measured at full length, predicted from records, or by arithmetic alone."""
+        if self.confirmed:
+            return "measured"
+        return "predicted" if self.calibration.records or self.calibration.cached else "by arithmetic"
+
+    @property
+    def margin_bytes(self) -> int:
+        """Bytes by which the peak may err: none if it was measured."""
+        return 0 if self.confirmed else self.expected.margin_bytes
 
     @property
     def peak_bytes(self) -> int:

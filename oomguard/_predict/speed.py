@@ -34,6 +34,7 @@ models (benchmarks/models.py)."""
 NOISE, LOCAL = 0.04, 0.1
 """Standard deviation of a measured time, and of a local deviation that only similar candidates share. Those of a search
 are half of this, twice or more, as its own records make likely."""
+NOISY = 2 * NOISE  # a time with such a deviation is told with it: the next noise above the usual that `fit_times` knows
 
 ROWS, PIECE, THREADS, NATIVE, KEEPS, HALF, OTHER, CHUNKS, LIVE, STEPS, OLD = range(11)  # coordinates of a candidate
 SETTINGS, SHAPES = (THREADS, NATIVE, KEEPS, HALF, OTHER), (ROWS, PIECE, CHUNKS, LIVE)

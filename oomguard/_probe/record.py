@@ -173,6 +173,13 @@ class Probed(Measured, frozen=True, kw_only=True):
         if self.verdict is Verdict.BROKEN and not self.error:
             raise MisuseError(rule="A record of BROKEN has its error", got="got none", advice="Add the traceback.")
 
+    @property
+    def time_spread(self) -> float | None:
+        """By which share the median pass took longer than the fastest one; None if no pass was timed."""
+        if not self.seconds_per_pass or not self.fastest_pass_seconds:
+            return None
+        return max(0.0, self.seconds_per_pass / self.fastest_pass_seconds - 1)
+
 
 class Record(Probed, frozen=True, kw_only=True):
     """The result of a probe. Checked when it is made; JSON keeps it unchanged.

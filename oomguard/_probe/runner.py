@@ -21,7 +21,7 @@ import msgspec
 
 from oomguard._core.errors import MisuseError
 from oomguard._core.system import command
-from oomguard._core.units import MIB, format_bytes, format_seconds
+from oomguard._core.units import MIB, format_bytes, format_seconds, read_budget
 from oomguard._device.find import find_target, open_device
 from oomguard._device.proc import read_status
 from oomguard._estimate.breakdown import estimate_step
@@ -86,6 +86,7 @@ class Runner(AbstractContextManager["Runner", None]):
         spec: Spec,
         candidate: Candidate,
         *,
+        budget: int | str | None = None,
         budget_bytes: int | None = None,
         committed_bytes: int | None = None,
         timeout: float | None = None,
@@ -95,8 +96,10 @@ class Runner(AbstractContextManager["Runner", None]):
     ) -> Record:
         """Run a few real steps of a candidate and return the record, whatever happens.
 
-        `seconds`, `steps` and `passes` say how much is measured, as in `Request`.
+        `budget` is bytes or text such as "6GiB", `budget_bytes` the same in bytes. `seconds`, `steps` and `passes` say
+        how much is measured, as in `Request`.
         """
+        budget_bytes = read_budget(budget) if budget_bytes is None else budget_bytes
         limits = {"budget_bytes": budget_bytes, "committed_bytes": committed_bytes, "seconds": seconds}
         asked: dict[str, Any] = limits | {"spec": spec, "candidate": candidate, "steps": steps, "passes": passes}
         with self._lock:

@@ -41,14 +41,15 @@ def front(subject: Subject) -> Curve:
     sweep = _all_candidates(subject)
     best = front_of(sweep)
     marks = [
-        Mark(text=row.words, x=row.peak_bytes / GIB, y=row.tokens_per_second) for row in _notable(best).itertuples()
+        Mark(text=row.words, x=row.peak_bytes / GIB, y=row.tokens_per_second)
+        for row in _notable(sweep, best).itertuples()
     ]
     plan = subject.planned
     if plan is not None:  # about the same as the fastest, which would be the second mark
         del marks[1:]
     if plan is not None and plan.seconds_per_step is not None:
         speed = subject.spec.steps * subject.spec.batch / plan.seconds_per_step
-        marks.append(Mark(text="the plan", x=plan.peak_bytes / GIB, y=speed, role="chosen"))
+        marks.append(Mark(text=subject.star, x=plan.peak_bytes / GIB, y=speed, role="chosen"))
     groups = [
         ("fits", "dots", sweep[sweep.fits], 5),
         ("does not fit", "dots", sweep[~sweep.fits], 6),
@@ -98,10 +99,16 @@ def _knob_words(candidate: Candidate) -> str:
     return f"{rows_words(candidate)}{pieces}, {candidate.precision}".replace(" × ", "\u00a0×\u00a0")
 
 
-def _notable(best: pd.DataFrame) -> pd.DataFrame:
-    """One or two rows of the front: the one near the highest speed with the least memory, and the fastest."""
-    near = best[best.tokens_per_second >= NEAR * best.tokens_per_second.max()]
-    return near.loc[[*dict.fromkeys((near.index[0], near.tokens_per_second.idxmax()))]] if len(near) else near
+def _notable(sweep: pd.DataFrame, best: pd.DataFrame) -> pd.DataFrame:
+    """One or two rows of the front: the one near the highest speed with the least memory, and the fastest.
+
+    The plan is the fastest, though predictions may say that of another candidate.
+    """
+    if not len(best):
+        return best
+    fastest = sweep.planned.idxmax() if sweep.planned.any() else best.tokens_per_second.idxmax()
+    near = best[best.tokens_per_second >= NEAR * sweep.tokens_per_second[fastest]]
+    return sweep.loc[[*dict.fromkeys((*near.index[:1], fastest))]]
 
 
 def _front_finding(subject: Subject, sweep: pd.DataFrame, best: pd.DataFrame) -> tuple[str, str]:
@@ -109,7 +116,7 @@ def _front_finding(subject: Subject, sweep: pd.DataFrame, best: pd.DataFrame) ->
     if not len(best):
         least = format_bytes(sweep.safe_bytes.min())
         return "Nothing fits", f"The least that any of these candidates needs is {least} of {budget}, margin included."
-    thrifty, *others = _notable(best).itertuples()
+    thrifty, *others = _notable(sweep, best).itertuples()
     least = format_bytes(thrifty.peak_bytes)
     tail = "." if subject.calibrated else ". Nothing has been measured, so compare speeds only with one another."
     if not others:
@@ -147,7 +154,7 @@ def region(subject: Subject) -> Curve:
     ]
     place = Mark(text="asked for", x=float(subject.candidate.microbatch), y=float(asked))
     if subject.planned is not None:
-        place = msgspec.structs.replace(place, text="the plan", role="chosen")
+        place = msgspec.structs.replace(place, text=subject.star, role="chosen")
     title, answer = _region_finding(subject, rows, whole, divided)
     return Curve(
         name="region",

@@ -102,7 +102,7 @@ def memory_axis(label: str, values: Iterable[float], budget: float) -> Axis:
 def _plan_mark(subject: Subject, x: float) -> list[Mark]:
     """The peak of the plan's candidate at a position along the x axis. Empty without a plan."""
     plan = subject.planned
-    return [] if plan is None else [Mark(text="the plan", x=x, y=plan.peak_bytes / GIB, role="chosen")]
+    return [] if plan is None else [Mark(text=subject.star, x=x, y=plan.peak_bytes / GIB, role="chosen")]
 
 
 def largest_microbatch(subject: Subject, precision: str) -> int | None:
@@ -303,7 +303,7 @@ def timeline(subject: Subject) -> Curve:
     names = ["all segments" if name == "forward of all segments" else name for name in names]
     return Curve(
         name="timeline",
-        title=f"{peak_words(peak).removesuffix('.')}: {format_bytes(totals[peak])}",
+        title=f"{peak_words(peak).removesuffix('.')}: {format_bytes(totals[peak])} by arithmetic",
         question="When in a step is the memory needed?",
         answer=_timeline_answer(subject, totals, repeated),
         x=Axis(label="Moments of a step, not to scale", low=-0.15, high=len(moments) - 0.85, names=tuple(names)),
@@ -350,7 +350,7 @@ def _timeline_answer(subject: Subject, totals: dict[str, int], repeated: tuple[i
     least = min((name for name in totals if name != "before"), key=lambda name: totals[name])
     before, after = format_bytes(totals["before"]), format_bytes(totals[least])
     count, passes = subject.candidate.segments, subject.candidate.accumulation
-    answer = f"{before} are in use before a pass begins. The least after that is {after}, in the "
+    answer = f"By arithmetic, {before} are in use before a pass begins. The least after that is {after}, in the "
     answer += f"{names.get(least, least)}."
     if repeated is not None:
         answer += f" The moments between the dotted lines come once for each of {count:,} segments, last one first."

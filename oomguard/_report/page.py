@@ -15,7 +15,7 @@ from oomguard._report.curves import redrawn_curves
 from oomguard._report.draw import DARK, LIGHT, NARROW, WIDE, hover_points, to_png, to_svg
 from oomguard._report.plan import explain, known_words, plain_words
 from oomguard._report.tables import FOLDER, Section, macros
-from oomguard._report.words import NONE, pieces_words, rows_words, setting_words, speed_words, times
+from oomguard._report.words import NONE, pieces_words, rows_words, setting_words, speed_words, time_words, times
 
 STYLE, SCRIPT = FOLDER / "page.css", FOLDER / "page.js"
 LONGEST_BAR = 2.5  # The longest bar in budgets. A longer one fades out at the edge.
@@ -88,9 +88,8 @@ def _bars(plan: Plan) -> tuple[list[tuple[object, ...]], str, str]:
     """Bars of peak and margin (name, note, size, both shares, too large, cut off), the budget, and its share."""
     plain, budget_bytes = plan.plain.expected, plan.budget_bytes
     scale_bytes = max(budget_bytes, min(plain.safe_bytes, int(LONGEST_BAR * budget_bytes)))
-    margin_bytes = 0 if plan.confirmed else plan.expected.margin_bytes
     rows = [
-        ("This plan", known_words(plan), plan.peak_bytes, margin_bytes, True),
+        ("This plan", known_words(plan), plan.peak_bytes, plan.margin_bytes, True),
         (PLAIN, plain_words(plan).removeprefix(PLAIN).strip(), plain.peak_bytes, plain.margin_bytes, plan.plain.fits),
     ]
     bars: list[tuple[object, ...]] = []
@@ -105,8 +104,8 @@ def _verdict(plan: Plan) -> tuple[str, str]:
     spare_bytes = plan.budget_bytes - plan.peak_bytes
     if plan.confirmed:
         return "It fits", f"with {format_bytes(spare_bytes)} to spare"
-    if spare_bytes >= plan.expected.margin_bytes:
-        spare = format_bytes(spare_bytes - plan.expected.margin_bytes)
+    if spare_bytes >= plan.margin_bytes:
+        spare = format_bytes(spare_bytes - plan.margin_bytes)
         return "It is expected to fit", f"with {spare} to spare beside the margin"
     return "It is not sure to fit", "since its peak and margin exceed the budget"
 
@@ -125,7 +124,7 @@ def _facts(plan: Plan, sequences: int | None) -> list[tuple[str, str, str]]:
     step, epoch = (NONE, "nothing was timed"), (NONE, "nothing was timed")
     seconds, throughput, whole = plan.seconds_per_step, plan.throughput, epoch_of(plan, sequences)
     if seconds is not None and throughput is not None and whole is not None:
-        step = (format_seconds(seconds), speed_words(throughput, "sequences"))
+        step = (time_words(seconds, plan.time_spread), speed_words(throughput, "sequences"))
         size = f"{times(whole.sequences, 'sequence')}, {times(whole.steps, 'step')}"
         epoch = (format_seconds(whole.seconds), size)
     return [

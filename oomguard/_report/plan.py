@@ -5,6 +5,7 @@
 
 import json
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,13 @@ import msgspec
 from oomguard._core.units import format_bytes, format_seconds
 from oomguard._plan.task_value import TaskPlan
 from oomguard._plan.value import LossyGain, Plan, Shortfall, epoch_of
+from oomguard._predict.belief import doubted
+from oomguard._probe.record import Probed
+from oomguard._probe.verdict import Verdict
 from oomguard._report import plan_tables
 from oomguard._report.tables import Section, Table, printer, show_sections
-from oomguard._report.words import candidate_words, sentence, speed_words, task_words, times
+from oomguard._report.words import candidate_words, noise_words, sentence, speed_words, task_words, time_words, times
+from oomguard._search.space import WORTH
 from oomguard._spec.spec import Spec
 
 if TYPE_CHECKING:
@@ -31,6 +36,7 @@ ENDED = {
 }
 AIMS = {"throughput": "fastest candidate", "microbatch": "largest microbatch", "seq": "longest sequences"}
 """The goal that each value of `--maximize` stands for."""
+PLURAL = ("seq",)  # aims that are several things
 
 
 def plan_json(plan: Plan | TaskPlan) -> str:
@@ -108,14 +114,14 @@ def known_words(plan: Plan) -> str:
     """How the peak is known: measured, predicted from probes, or by arithmetic."""
     record = plan.record
     if plan.confirmed and record is not None:
-        return f"measured, {times(record.passes, 'pass', 'es')} at full length"
+        return f"{plan.known}, {times(record.passes, 'pass', 'es')} at full length"
     if record is not None:
-        return f"predicted; measured only with {_length_words(plan, record.spec.steps)}"
+        return f"{plan.known}; measured only with {_length_words(plan, record.spec.steps)}"
     if plan.calibration.records:
-        words = f"predicted from {times(plan.calibration.records, 'probe')} of other candidates"
+        words = f"{plan.known} from {times(plan.calibration.records, 'probe')} of other candidates"
         longest = max((other.spec.steps for other in plan.records if other.verdict.ran), default=plan.spec.steps)
         return f"{words}, the longest with {_length_words(plan, longest)}" if longest < plan.spec.steps else words
-    return "predicted from earlier searches" if plan.calibration.cached else "by arithmetic alone"
+    return f"{plan.known} {'from earlier searches' if plan.calibration.cached else 'alone'}"
 
 
 def _length_words(plan: Plan, steps: int) -> str:
@@ -128,8 +134,8 @@ def _speed(plan: Plan) -> list[str]:
     seconds, throughput = plan.seconds_per_step, plan.throughput
     if seconds is None or throughput is None:
         return []
-    about = "" if plan.confirmed else "about "
-    return [f"{about}{format_seconds(seconds)} per step", speed_words(throughput, "sequences")]
+    words = time_words(seconds, plan.time_spread, about=not plan.confirmed)
+    return [f"{words} per step", speed_words(throughput, "sequences")]
 
 
 def plain_words(plan: Plan) -> str:
@@ -148,7 +154,7 @@ def plain_words(plan: Plan) -> str:
 def _why(plan: Plan) -> Section:
     first, *others = plan.maximize
     also = f", and a front towards the {' and the '.join(AIMS.get(aim, aim) for aim in others)}" if others else ""
-    sentences = [f"Goal: the {AIMS.get(first, first)} that fits{also}."]
+    sentences = [f"Goal: the {AIMS.get(first, first)} that {'fit' if first in PLURAL else 'fits'}{also}."]
     sentences.append(f"Lossy knobs allowed: {', '.join(plan.allow) or 'none'}.")
     if plan.asked_budget_bytes is not None and plan.asked_budget_bytes > plan.budget_bytes:
         asked, free = format_bytes(plan.asked_budget_bytes), format_bytes(plan.budget_bytes)
@@ -167,6 +173,21 @@ def _why(plan: Plan) -> Section:
     if plan.plain.fits and seconds is not None and plain is not None and plain > 1.05 * seconds:
         sentences.append(f"Plain PyTorch would take about {format_seconds(plain)} per step.")
     return Section(title="Why", sentences=tuple(sentences))
+
+
+def _reach_words(plan: Plan) -> list[str]:
+    """What ends the growth of sequences, if they are to be as long as possible."""
+    reach = plan.reach
+    if reach is None:
+        return []
+    limit = format_seconds(reach.step_seconds)
+    over = {"memory": "need too much memory", "step-time": f"take more than {limit} per step (--step-time)"}
+    longer = f"Longer sequences are predicted to {over[reach.bound]}."
+    if plan.ended == "estimate":
+        longer += " The time is a guess: nothing was run." if reach.bound == "step-time" else ""
+    if reach.steps * (1 - WORTH / 2) <= plan.spec.steps:
+        return [longer]
+    return [f"These are the longest that ran. Up to T = {reach.steps:,} may fit: raise --timeout to try."]
 
 
 def _speed_limit(plan: Plan) -> list[str]:
@@ -217,10 +238,14 @@ def _basis(plan: Plan) -> tuple[str, ...]:
         *([f"measured {format_bytes(plan.peak_bytes)}"] if plan.confirmed else []),
     ]
     sentences = [sentence(ended), ", ".join(sizes) + "."]
-    if plan.record is None and plan.ended != "estimate":
-        sentences.append("The chosen candidate itself was not run: its figures are predicted.")
-    elif not plan.confirmed and plan.record is not None:
-        sentences.append(f"The chosen candidate was run with T = {plan.record.spec.steps:,}, not at full length.")
+    sentences += _reach_words(plan)
+    if not plan.confirmed and plan.ended != "estimate":
+        sentences.append(unmeasured_words(plan))
+    sentences += late_words(plan.records)
+    low = len(doubted(plan.records, plan.where))
+    if low:
+        them = "They do" if low > 1 else "It does"
+        sentences.append(f"{times(low, 'measured peak')} far below the estimate did not repeat. {them} not count.")
     if plan.record is not None and plan.record.verdict.name == "STRAINED":
         sentences.append(plan.record.verdict.advice)
     if calibration.cached:
@@ -230,18 +255,39 @@ def _basis(plan: Plan) -> tuple[str, ...]:
     return tuple(sentences)
 
 
+def unmeasured_words(plan: Plan | TaskPlan) -> str:
+    """Why the chosen candidate was not run at full length, and what to do to have it run."""
+    if isinstance(plan, TaskPlan) or plan.ended == "estimate":
+        return "Nothing was run: the device is not here."
+    ways = {
+        "max-probes": "The search had run all its probes: raise --max-probes to have it measured.",
+        "interrupted": "The search was interrupted: run it again to have it measured.",
+    }
+    why = ways.get(plan.ended, "There was no time for that: raise --timeout to have it measured.")
+    if plan.record is None:
+        return f"The chosen candidate itself was not run: its figures are predicted. {why}"
+    return f"The chosen candidate was run with T = {plan.record.spec.steps:,}, not at full length. {why}"
+
+
+def late_words(records: Sequence[Probed]) -> tuple[str, ...]:
+    """What to do about probes that took too long, if any did."""
+    late = sum(record.verdict is Verdict.TIMEOUT for record in records)
+    words = f"{times(late, 'probe')} took too long and {'were' if late > 1 else 'was'} ended"
+    return (f"{words}: raise --timeout to let {'them' if late > 1 else 'it'} finish.",) if late else ()
+
+
 def _time(plan: Plan, sequences: int | None) -> Section:
     seconds, throughput, epoch = plan.seconds_per_step, plan.throughput, epoch_of(plan, sequences)
     if seconds is None or throughput is None or epoch is None:
         return Section(title="Time", sentences=("Nothing was run on such a device: no time is known.",))
-    about = "takes" if plan.confirmed else "takes about"
-    step = f"A step of {times(plan.spec.batch, 'sequence')} {about} {format_seconds(seconds)}"
+    words = time_words(seconds, plan.time_spread, about=not plan.confirmed)
+    step = f"A step of {times(plan.spec.batch, 'sequence')} takes {words}"
     tokens = plan.record.tokens_per_second if plan.record is not None else None
     more = [speed_words(throughput, "sequences"), *([] if tokens is None else [speed_words(tokens, "tokens")])]
     what = f"An epoch of {times(epoch.sequences, 'sequence')}" if epoch.known else f"{epoch.sequences:,} sequences"
     verb = "takes" if epoch.known else "take"
     whole = f"{what} ({times(epoch.steps, 'step')}) {verb} about {format_seconds(epoch.seconds)}."
-    return Section(title="Time", sentences=(f"{step}: {', '.join(more)}.", whole))
+    return Section(title="Time", sentences=(f"{step}: {', '.join(more)}.", *noise_words(plan.time_spread), whole))
 
 
 def _start(plan: Plan) -> Section:

@@ -150,14 +150,20 @@ class Subject:
         plain = plain_candidate(self.spec, cuda=self.target.cuda, cores=os.cpu_count() or 1)
         return int(self.calibration.predict(estimate_step(self.spec, plain, self.target))[0].peak_bytes)
 
+    @property
+    def star(self) -> str:
+        """The name of the plan in a chart, with how its peak is known."""
+        return "" if self.plan is None else f"the plan, {self.plan.known}"
+
     def chart(self, candidates: Candidates) -> pd.DataFrame:
         """What `predict` says; of the candidate that the plan chose, what the plan says."""
         table, plan = self.predict(candidates), self.planned
+        table["planned"] = False
         chosen = [] if plan is None else [i for i in range(len(candidates)) if candidates[i] == plan.candidate]
         if plan is not None and chosen:
             table.loc[chosen, "peak_bytes"] = plan.peak_bytes
-            table.loc[chosen, "safe_bytes"] = table.loc[chosen, "safe_bytes"].clip(lower=plan.peak_bytes)
-            table.loc[chosen, "fits"] = True
+            table.loc[chosen, "safe_bytes"] = plan.peak_bytes + plan.margin_bytes
+            table.loc[chosen, "fits"] = table.loc[chosen, "planned"] = True
         if plan is not None and chosen and plan.seconds_per_step is not None:
             table.loc[chosen, "seconds_per_step"] = plan.seconds_per_step
             table.loc[chosen, "tokens_per_second"] = self.spec.steps * self.spec.batch / plan.seconds_per_step

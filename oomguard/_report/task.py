@@ -6,9 +6,20 @@ from typing import TYPE_CHECKING
 
 from oomguard._core.units import format_bytes, format_seconds
 from oomguard._plan.task_value import TaskPlan
+from oomguard._report.plan import late_words, unmeasured_words
 from oomguard._report.plan_tables import environment
 from oomguard._report.tables import Section, Table, printer, show_sections
-from oomguard._report.words import NONE, candidate_words, pieces_words, rows_words, sentence, speed_words, times
+from oomguard._report.words import (
+    NONE,
+    candidate_words,
+    noise_words,
+    pieces_words,
+    rows_words,
+    sentence,
+    speed_words,
+    time_words,
+    times,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,18 +49,24 @@ def _result(plan: TaskPlan) -> Section:
     known = "by a trace alone" if plan.record is None else f"measured, {times(plan.record.passes, 'pass', 'es')}"
     parts = [f"Peak {format_bytes(plan.peak_bytes)} of {format_bytes(plan.budget_bytes)} ({known})"]
     if plan.seconds_per_step is not None:
-        parts.append(f"{format_seconds(plan.seconds_per_step)} per step")
+        parts.append(f"{time_words(plan.seconds_per_step, plan.time_spread)} per step")
         parts.append(speed_words(plan.batch / max(1e-9, plan.seconds_per_step), "rows"))
     fits = "it fits too" if plan.plain_bytes <= plan.budget_bytes else "it does not fit"
     length = "the longest samples" if plan.seq is None else f"T = {plan.seq:,}"
     return Section(
         title=f"Plan for {plan.task}, {length}, batch {plan.batch:,} on {plan.where.device}",
         sentences=(
+            *([f"The gradient is not exact: {', '.join(_lossy(plan))}."] if plan.lossy else []),
             sentence(candidate_words(plan.candidate)),
             ", ".join(parts) + ".",
             f"The whole batch in one pass, without segments, would need {format_bytes(plan.plain_bytes)}: {fits}.",
         ),
     )
+
+
+def _lossy(plan: TaskPlan) -> list[str]:
+    """The knobs that change the gradient, with their values."""
+    return [f"{knob.replace('_', ' ')} {getattr(plan.candidate, knob)}" for knob in plan.lossy]
 
 
 def _why(plan: TaskPlan) -> Section:
@@ -81,7 +98,9 @@ def _evidence(plan: TaskPlan) -> Section:
     )
     header = ("microbatch", "segments", "peak", "step", "verdict")
     table = Table(header=header, rows=rows, align="rrrrl", caption="Probes") if rows else None
-    return Section(title="Evidence", sentences=(ended, sizes), table=table)
+    unmeasured = () if plan.confirmed else (unmeasured_words(plan),)
+    sentences = (ended, sizes, *noise_words(plan.time_spread), *unmeasured, *late_words(plan.records))
+    return Section(title="Evidence", sentences=sentences, table=table)
 
 
 def _fallbacks(plan: TaskPlan) -> Section:

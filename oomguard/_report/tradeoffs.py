@@ -11,15 +11,16 @@ import pandas as pd
 
 from oomguard._core.errors import MisuseError, check_choice, shown
 from oomguard._core.system import write_file
-from oomguard._core.units import format_bytes, format_seconds
+from oomguard._core.units import format_bytes
 from oomguard._estimate.malloc import default_allocator
 from oomguard._estimate.moments import TERMS
+from oomguard._predict.speed import NOISY
 from oomguard._probe.record import Record
 from oomguard._report.curves import MAKERS, curves_of
 from oomguard._report.grid import Over, make_grid
 from oomguard._report.subject import Subject, for_charts, front_of
 from oomguard._report.tables import Section, Table, from_columns, printer, show_sections
-from oomguard._report.words import NONE, figure, spec_words, times
+from oomguard._report.words import NONE, figure, noisy_words, spec_words, times
 from oomguard._spec.candidate import KNOBS
 from oomguard._spec.spec import Spec
 
@@ -157,6 +158,9 @@ def show_tradeoffs(subject: Subject, table: pd.DataFrame, path: Path | None, con
         known = "Peaks and speeds are predicted from the records; measured figures are in their own column."
     counts = f"{times(len(table), 'candidate')}, {int(table['fits'].sum()):,} fit."
     head = Section(title=title_words(subject), sentences=(f"{where_words(subject)}.", counts, known))
+    noisy = subject.calibrated and (table["time_factor"] > 1 + NOISY).any()
+    table = table if subject.calibrated else table.assign(time_factor=1.0)  # guesses need no mark
+    known += " ± is the standard deviation of a time." if noisy else ""
     rows = _front_section(subject.varied, table) if fits else _shortfall_section(subject.varied, table)
     show_sections([head, rows], console, first_style="bold green" if fits else "bold red")
     more = "All rows: --output tradeoffs.csv. All curves: --output tradeoffs.html."
@@ -196,7 +200,8 @@ def _lines(over: Over, rows: pd.DataFrame) -> Table:
     if {"seq", "batch"} & {*names}:  # steps of different sizes cannot be compared by their time
         columns["tokens/s"] = [*map(figure, rows["tokens_per_second"])]
     else:
-        columns["step time"] = [*map(format_seconds, rows["seconds_per_step"])]
+        spreads = rows["time_factor"] - 1
+        columns["step time"] = [*map(noisy_words, rows["seconds_per_step"], spreads)]
     if rows["verdict"].notna().any():
         columns["measured"] = [*map(_measured_words, rows["measured_peak_bytes"], rows["verdict"])]
     return from_columns(columns, [name for name in names if isinstance(over.get(name, [0])[0], str)])

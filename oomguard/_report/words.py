@@ -1,5 +1,7 @@
 """Specs, candidates, speeds and moments in words. Every screen and every page takes them from here."""
 
+from oomguard._core.units import format_seconds
+from oomguard._predict.speed import NOISY
 from oomguard._spec.candidate import KNOBS, Candidate
 from oomguard._spec.spec import Spec
 
@@ -64,6 +66,25 @@ def candidate_words(candidate: Candidate) -> str:
     elif candidate.segments > 1:
         parts.append(pieces_words(candidate).replace(f"{candidate.segments:,}", f"{candidate.segments:,} segments", 1))
     return ", ".join([*parts, *setting_words(candidate).values()])
+
+
+def time_words(seconds: float, spread: float | None = None, *, about: bool = False) -> str:
+    """A measured or predicted time; if it is noisy, with its standard deviation in percent."""
+    noisy = spread is not None and spread >= NOISY
+    return f"{'about ' if about or noisy else ''}{noisy_words(seconds, spread)}"
+
+
+def noisy_words(seconds: float, spread: float | None) -> str:
+    """A time as a table has it."""
+    noisy = spread is not None and spread >= NOISY
+    return format_seconds(seconds) + (f" ±{100 * spread:.0f} %" if noisy and spread is not None else "")
+
+
+def noise_words(spread: float | None) -> tuple[str, ...]:
+    """A sentence that explains the mark of a noisy time, if there is one."""
+    if spread is None or spread < NOISY:
+        return ()
+    return (f"±{100 * spread:.0f} % is how much repeated times of a step differ here (their standard deviation).",)
 
 
 def speed_words(per_second: float, word: str) -> str:

@@ -9,22 +9,23 @@ the one with the largest expected improvement per expected second. Stop when no 
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
 import numpy as np
 
-from oomguard._core.errors import MisuseError
 from oomguard._estimate.breakdown import estimate_step, split
 from oomguard._estimate.margins import SETTLED, sigmas
+from oomguard._predict.belief import believed, doubted
 from oomguard._predict.calibration import Kind, kind_of
 from oomguard._predict.fit import Floats
 from oomguard._probe.record import Record
+from oomguard._search.largest import largest, longest_run, sizes_of
 from oomguard._search.screen import SETTING, SHAPE, CandidateTable, Ints, Mask, least, paired, rows_of, screen
 from oomguard._search.space import WORTH, Problem, lossy
-from oomguard._spec.candidate import Candidate, make_candidate
-from oomguard._spec.lengths import longest_that_fits, same_model, shorten
+from oomguard._spec.candidate import Candidate
+from oomguard._spec.lengths import same_model, shorten
 from oomguard._spec.spec import Spec
 
 PROBE_SECONDS = 0.4  # seconds of a pass of a short version: several go into a second, and their median counts
@@ -37,6 +38,7 @@ SAFE_SHARE = 4
 """A kind that has not been measured is first run in a quarter of the spare budget: stored errors are those of other
 machines."""
 CONFIRM_SHARE = 0.7  # share of the time left that the last pass may take: it may be slower than expected
+MOST_TURNS = 3  # runs of a probe whose peak is far below its estimate: of three, two may agree
 Role = Literal["calibrate", "explore", "confirm"]
 
 
@@ -51,6 +53,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 1  # optimizer steps to measure, at most
     peak_bytes: int  # the expected peak
     seconds_per_pass: float  # the expected seconds of a pass
+    fresh: bool = False  # whether it runs in a new child process
 
     def is_of(self, other: "Record | Probe") -> bool:
         """Whether a record, or another probe, has the same spec and candidate."""
@@ -95,11 +98,35 @@ class State:
 
 def propose(state: State) -> Probe | None:
     """The next probe; None if no further one is expected to improve the plan, or if nothing fits."""
+    if again := _measure_again(state):
+        return again
+    state = replace(state, records=believed(state.records, state.problem.target))
     for aim in state.problem.maximize:
         probe = _fastest(state) if aim == "throughput" else _largest(state, aim)
         if probe is not None:
             # results of other workers may change what is to be confirmed: wait for them
             return None if probe.role == "confirm" and state.pending else probe
+    return None
+
+
+def _measure_again(state: State) -> Probe | None:
+    """The probe of a record whose peak is far below its estimate, in a new child process, if there is time."""
+    doubts = doubted(state.records, state.problem.target)
+    for record in doubts:
+        probe = Probe(
+            spec=record.spec,
+            candidate=record.candidate,
+            role="calibrate",
+            passes=record.passes,
+            steps=record.steps,
+            peak_bytes=int(estimate_step(record.spec, record.candidate, state.problem.target).total_bytes),
+            seconds_per_pass=record.seconds_per_pass or 0.0,
+            fresh=True,
+        )
+        turns = [other for other in state.known if probe.is_of(other)]
+        open_yet = len(turns) < MOST_TURNS and all(turn in doubts for turn in turns)
+        if open_yet and state.child_seconds + record.seconds <= state.left:
+            return probe
     return None
 
 
@@ -112,7 +139,7 @@ def _fastest(state: State) -> Probe | None:
         probe = make_probe(state, table, row, "explore" if table.eligible[row] else "calibrate", steps)
         if not any(map(probe.is_of, state.pending if table.eligible[row] else state.known)):
             return probe
-    best = least(table.expected.seconds_per_step, table.eligible)
+    best = least(table.costs, table.eligible)
     return _confirm(state, table, best) or _compare(state, table, best)
 
 
@@ -122,7 +149,7 @@ def _promising(state: State, table: CandidateTable) -> Iterator[tuple[int, int]]
     A candidate that only its margin excludes counts with the probability that it fits.
     """
     (times, noise), whole = table.calibration.times, table.spec.steps
-    mean, places = np.log(table.expected.seconds_per_step), table.calibration.time_places(table.estimate)
+    mean, places = np.log(table.costs), table.calibration.time_places(table.estimate)
     best, short = least(mean, table.eligible), short_steps(table)
     confirm = _confirm(state, table, best)
     confirming = 0.0 if confirm is None else min(state.confirm_seconds, confirm.seconds_per_pass)
@@ -182,7 +209,7 @@ def _below(values: Floats) -> Floats:
 
 def _confirm(state: State, table: CandidateTable, row: int) -> Probe | None:
     """A probe of a candidate at full length, or as long as there is time for; None if something as fast ran so."""
-    confirmed, seconds = _confirmed(state, table), table.expected.seconds_per_step
+    confirmed, seconds = _confirmed(state, table), table.costs
     if confirmed.any() and seconds[row] >= (1 - WORTH) * seconds[confirmed].min():
         return None
     return make_probe(state, table, row, "confirm", _confirm_steps(state, table, row), settle=True)
@@ -210,7 +237,7 @@ def _compare(state: State, table: CandidateTable, best: int) -> Probe | None:
     rivals = table.eligible & table.of_kinds({table.kind_at(best)}) & (np.arange(len(table)) != best)
     if not state.explore or not rivals.any() or 2 * table.pass_seconds[best] > MEASURE_SECONDS:
         return None
-    seconds, noise = table.expected.seconds_per_step, table.calibration.times[1]
+    seconds, noise = table.costs, table.calibration.times[1]
     rows = best, least(seconds, rivals)
     turns = [make_probe(state, table, row, "confirm", table.spec.steps) for row in rows]
     one, other = sorted((turn.candidate for turn in turns), key=repr)
@@ -270,18 +297,27 @@ def _try_smallest(state: State, table: CandidateTable) -> Probe | None:
 
 
 def choose(table: CandidateTable) -> int | None:
-    """The row to take: the fastest of those that ran with (nearly) the longest sequences; of all, if none ran."""
+    """The row to take: the fastest of those that ran with (nearly) the longest sequences; of all, if none ran.
+
+    Of those that are about equally fast, it is one that ran at full length.
+    """
     if not table.eligible.any():
         return None
     long = table.eligible & (2 * table.longest >= table.longest[table.eligible].max())
-    return least(table.expected.seconds_per_step, long)
+    whole, row = long & (table.longest >= table.spec.steps), least(table.costs, long)
+    if whole.any() and table.costs[row] >= (1 - WORTH) * table.costs[whole].min():
+        return least(table.costs, whole)
+    return row
 
 
 def _largest(state: State, aim: str) -> Probe | None:
     """Go to the predicted border until that moves by no more than 1 %."""
-    table, row = largest(state.problem, state.records, aim)
+    pass_seconds = state.confirm_seconds if aim == "seq" else math.inf
+    table, row = largest(state.problem, state.records, aim, pass_seconds)
     if row is None:
         return _try_smallest(state, table)
+    if aim == "seq":
+        return _go_further(state, table, row)
     sizes, confirmed = sizes_of(table, aim), _confirmed(state, table)
     if confirmed.any() and sizes[row] <= (1 + WORTH / 2) * sizes[confirmed].max():
         return None
@@ -289,32 +325,11 @@ def _largest(state: State, aim: str) -> Probe | None:
     return None if any(map(probe.is_of, state.known)) else probe
 
 
-def sizes_of(table: CandidateTable, aim: str) -> Ints:
-    """What is to be as large as possible: the microbatch of each candidate, or the steps."""
-    return table.microbatches if aim == "microbatch" else np.full(len(table), table.spec.steps)
-
-
-def largest(problem: Problem, records: Sequence[Record], aim: str) -> tuple[CandidateTable, int | None]:
-    """The table, at the longest sequences that fit if that is the aim, and the row of the largest and fastest."""
-    table = screen(problem, records)
-    if aim == "seq" and table.eligible.any():
-        table = _longest(problem, records, table)
-    if not table.eligible.any():
-        return table, None
-    return table, int(np.lexsort((table.expected.seconds_per_step, -sizes_of(table, aim), ~table.eligible))[0])
-
-
-def _longest(problem: Problem, records: Sequence[Record], table: CandidateTable) -> CandidateTable:
-    """The table at the longest sequences of which some candidate fits, to a part in 200."""
-    tables = {problem.spec.steps: table}
-
-    def fits(steps: int) -> bool:
-        try:
-            spec = msgspec.structs.replace(problem.spec, seq=steps, lengths=None)
-            make_candidate(spec, microbatch=1, segments=problem.space.choices.fixed.get("segments"))
-            tables[steps] = screen(problem, records, spec)
-        except MisuseError:  # a length that no spec can have, or fewer steps than fixed segments
-            return False
-        return bool(tables[steps].eligible.any())
-
-    return tables[longest_that_fits(fits, problem.spec.steps, parts=200)]
+def _go_further(state: State, table: CandidateTable, row: int) -> Probe | None:
+    """Run the longest sequences for which there is time, after a short probe that tells how much time they take."""
+    timed = any(record.verdict.ran for record in state.own_records)
+    if timed and table.spec.steps <= (1 + WORTH / 2) * longest_run(state.problem, state.records):
+        return None
+    role: Role = "confirm" if timed else "calibrate"
+    probe = make_probe(state, table, row, role, table.spec.steps if timed else int(short_steps(table)[row]))
+    return None if any(map(probe.is_of, state.known)) else probe

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from oomguard._estimate.target import resident_within
+from oomguard._predict.belief import believed, doubted
 from oomguard._predict.calibration import is_stale
 from oomguard._probe.cache import Cache
 from oomguard._probe.record import Ledger, Record, torch_version
@@ -62,6 +63,11 @@ class SearchResult:
     """Why the search ended: `done`, `max-probes`, `timeout`, `interrupted`, `storage`, `estimate` (nothing was run)."""
     seconds: float  # seconds that the search took, since it was last started
     stale: bool = False  # whether cached records contradicted new ones and were dropped
+
+    @property
+    def evidence(self) -> tuple[Record, ...]:
+        """The records whose peaks are believed."""
+        return believed(self.records, self.problem.target)
 
 
 @dataclass(kw_only=True)
@@ -182,6 +188,8 @@ class Search:
         timeout = max(CHILD_SECONDS, self.left if probe.role == "confirm" else self.left / 2)
         self.trials.mark(trial, probe, timeout)
         self._report()
+        if probe.fresh:
+            runner.close()
         try:
             record = runner.probe(
                 probe.spec,
@@ -206,6 +214,8 @@ class Search:
         if self.ledger is not None:
             self.ledger.append(record)
         self.records.append(record)
+        if record in doubted(self.records, self.problem.target):
+            return
         cached = current(self.problem.cached, record)
         if is_stale(cached, record, self.problem.target):
             self.stale, cached = True, [other for other in cached if other.engine != record.engine]

@@ -17,7 +17,7 @@ from oomguard._predict.fit import Floats
 from oomguard._predict.speed import NOISE
 from oomguard._probe.record import Record
 from oomguard._probe.verdict import Verdict
-from oomguard._search.space import Problem, grid, lossy
+from oomguard._search.space import WORTH_LOSSY, Problem, grid, lossy
 from oomguard._spec.candidate import KNOBS, Candidate, Candidates, is_none
 from oomguard._spec.lengths import same_model
 from oomguard._spec.spec import Spec
@@ -58,6 +58,21 @@ class CandidateTable:
         """What may be chosen: exact candidates that fit; if there is none, lossy ones."""
         exact = self.fits & ~lossy(self.candidates)
         return exact if exact.any() else self.fits
+
+    @property
+    def costs(self) -> Floats:
+        """What candidates are compared by: seconds of a step, of which half precision must save a stated share."""
+        return self.expected.seconds_per_step * np.where(self.exact, 1.0, WORTH_LOSSY)
+
+    @property
+    def exact(self) -> Mask:
+        """Where candidates compute in fp32."""
+        return np.broadcast_to(np.equal(self.candidates.precision, "fp32"), len(self))
+
+    def in_time(self, seconds: float) -> Mask:
+        """Where a step takes at most so many seconds: as measured, elsewhere with the deviation of its prediction."""
+        doubt = np.where(self.longest == self.spec.steps, 0.0, self.expected.doubt)
+        return np.asarray(self.expected.seconds_per_step * np.exp(doubt) <= seconds)
 
     @property
     def microbatches(self) -> Ints:

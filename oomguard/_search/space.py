@@ -23,6 +23,8 @@ from oomguard._spec.spec import Spec
 LEVELS_FROM = {1: 1, 2: 256, 3: 16_384}  # the number of segments from which on each number of levels is worth its time
 FINE = 1.004  # the ratio of neighbouring microbatches if the aim is the largest; its eighth power if it is speed
 WORTH = 0.02  # share of the time of a step that is worth a probe, and of the budget that is worth a knob
+WORTH_LOSSY = 1.1  # a setting that changes the gradient must be so many times as fast as what keeps it
+STEP_SECONDS = 60.0  # with the longest sequences, a step takes no longer unless `--step-time` says so
 HEAPS = ("tight", "fast")
 """CPU: the allocators worth trying. `fast` keeps the blocks of a step (PyTorch's own kernels) or of a whole segment
 (oneDNN; LSTM 128, T = 400, 2 threads: 63 ms a step in chunks, and 106 with glibc's moving thresholds; its peaks then
@@ -65,6 +67,7 @@ class Problem:
     cached: tuple[Record, ...] = ()  # records of earlier searches for models with the same cell on this device
     maximize: tuple[str, ...] = ("throughput",)
     """The aims: the first decides on the plan, the others add points to the front."""
+    step_seconds: float = STEP_SECONDS  # seconds of a step at most, if long sequences are the aim
     open_batch: bool = False
     """Whether every microbatch is a batch of its own, in one pass: the largest batch is looked for."""
 

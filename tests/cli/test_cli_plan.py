@@ -10,12 +10,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from plan.making import EVERY, measured, reckoned
+from plan.making import EVERY, measured, reckoned, shorter
 from rich.console import Console
 
 import oomguard
@@ -26,11 +27,13 @@ from oomguard._cli.flags import FIXED, SEARCH
 from oomguard._core.units import GIB, MIB
 from oomguard._plan.find import AIMS
 from oomguard._plan.store import decode_plan, load_spec_plan
+from oomguard._plan.value import Plan
 from oomguard._report.plan import explain
 from oomguard._report.progress import Lines, progress_lines
 from oomguard._report.tables import Section, Table, printer, show_sections, show_table
 from oomguard._search.propose import Probe
 from oomguard._search.run import MAX_PROBES, TIMEOUT_SECONDS, Progress
+from oomguard._search.space import STEP_SECONDS
 from oomguard._spec.candidate import ALLOWED, Candidate
 from oomguard._spec.read import make_spec, preset_fields
 from oomguard._spec.spec import Spec
@@ -112,6 +115,7 @@ def test_what_the_flags_of_a_search_say_is_what_it_does() -> None:
     assert flags["allow"].choices == (*ALLOWED, "none")
     assert f"(default: {MAX_PROBES})" in flags["max_probes"].text
     assert f"(default: {TIMEOUT_SECONDS:.0f}s)" in flags["timeout"].text
+    assert f"(default: {STEP_SECONDS / 60:.0f}min)" in flags["step_time"].text
 
 
 def test_every_flag_of_a_search_reaches_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +127,7 @@ def test_every_flag_of_a_search_reaches_it(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(_api, "find_feasible_config", find)
     words = "--maximize seq,throughput --allow none --max-probes 7 --timeout 2m --ledger L --storage S --budget 1GiB"
+    words += " --step-time 30s"
     assert run(f"plan --model gru --seq 9 --device cuda:0,cuda:1 {words} --output {tmp_path / 'p'}".split()) == 0
     spec = {name: asked.pop(name) for name in Spec.__struct_fields__ if name in asked}
     fields = msgspec.structs.asdict(Spec(cell="gru", seq=9))
@@ -132,6 +137,7 @@ def test_every_flag_of_a_search_reaches_it(tmp_path: Path, monkeypatch: pytest.M
         "allow": "none",
         "max_probes": 7,
         "timeout": "2m",
+        "step_time": "30s",
         "ledger": "L",
         "storage": "S",
         "budget": "1GiB",
@@ -156,6 +162,23 @@ def test_the_batch_is_open_unless_something_says_what_it_is(
     monkeypatch.setattr(_api, "find_feasible_config", lambda **words: asked.update(words) or reckoned())
     assert run(f"plan {words} --maximize batch --output {tmp_path / 'p'}".split()) == 0
     assert asked.get("batch") == batch
+
+
+def test_a_plan_that_must_be_measured_and_is_not_ends_in_exit_code_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "p.json"
+    assert run([*CARD.split(), "--require-measured", "--output", str(path)]) == 1
+    assert "--require-measured is not met. Nothing was run: the device is not here." in capsys.readouterr().err
+    assert load_spec_plan(path).record is None  # it is written all the same
+
+
+@pytest.mark.parametrize(("made", "code"), [(measured, 0), (shorter, 1)], ids=["measured", "shorter"])
+def test_a_plan_must_have_run_at_full_length_to_be_measured(
+    made: Callable[[], Plan], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_api, "find_feasible_config", lambda **_: made())
+    assert run(["plan", "--model", "gru", "--seq", "9", "--require-measured", "--output", str(tmp_path / "p")]) == code
 
 
 @pytest.mark.parametrize("name", ["lengths.txt", "lengths.csv"])

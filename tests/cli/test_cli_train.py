@@ -234,12 +234,13 @@ def test_what_was_cut_and_left_out_is_told(here: Path, capsys: pytest.CaptureFix
     np.save(here / "data.npy", data)
     words = "train plan.json --data data.npy --truncate --nan drop"
     assert run(f"{words} --run r".split()) == 0
-    line = "40 were cut to the length of the spec, 1 was left out for a NaN."
+    line = "40 were cut to the length of the spec, 1 was left out for missing values (8 steps)."
     printed = capsys.readouterr()
     assert f"Of all sequences, {line}" in " ".join(printed.out.split())
     assert f"Step 0, data: Of all sequences, {line}" in printed.err
     events = Events(here / "r" / "events.jsonl").read()
-    assert [(event.kind, event.figures) for event in events] == [("data", {"truncated": 40, "dropped": 1, "short": 0})]
+    counts = {"truncated": 40, "dropped": 1, "short": 0, "dropped_steps": 8, "cut_rows": 0}
+    assert [(event.kind, event.figures) for event in events] == [("data", counts)]
     assert run(f"{words} --run s --json".split()) == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["truncated"], document["dropped"], document["short"]) == (40, 1, 0)
@@ -269,4 +270,4 @@ def test_the_progress_of_a_training_is_one_line() -> None:
 
 def test_what_is_missing_is_counted_with_separators() -> None:
     words = Missing(truncated=1200, dropped=1).words()
-    assert words == "1,200 were cut to the length of the spec, 1 was left out for a NaN"
+    assert words == "1,200 were cut to the length of the spec, 1 was left out for missing values"

@@ -196,7 +196,9 @@ def broken(value: float, dtype: Any = np.float32) -> Any:
 def test_a_nan_is_named_by_file_row_and_column(tmp_path: Path, value: float) -> None:
     source = open_source(saved(tmp_path / "x.npy", broken(value, np.float64)), spec())
     assert len(source[0][0]) == 4
-    with pytest.raises(MisuseError, match=r"x\.npy, sequence 1, step 2, column 1 is .*--nan drop"):
+    with pytest.raises(
+        MisuseError, match=r"x\.npy, sequence 1, step 2, column 1 is .*--fill forward, mean, zero or drop"
+    ):
         source[1]
 
 

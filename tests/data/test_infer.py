@@ -210,8 +210,26 @@ def test_if_every_series_has_a_gap_dropping_says_how_many(tmp_path: Path) -> Non
         missing(tmp_path, nan="drop")
 
 
+@pytest.mark.parametrize("options", [{"fill": "drop"}, {"nan": "drop"}], ids=str)
+def test_what_was_left_out_for_missing_values_is_told(options: dict[str, Any], tmp_path: Path) -> None:
+    path = written(tmp_path / "t.csv", GAPS + "3,1,1\n3,2,2\n3,3,3\n")
+    spec, data = read(path, id="id", target=("y",), **options)
+    assert (data.options.fill, data.options.nan) == (None, "drop")
+    assert data.notes[0] == "1 series by id of 3 steps."
+    assert "Of all sequences, 2 were left out for missing values (7 steps)." in data.notes
+    assert open_source(path, spec, data.options).describe()["dropped_steps"] == 7
+
+
+def test_what_was_cut_around_missing_values_is_told(tmp_path: Path) -> None:
+    _, data = read(written(tmp_path / "t.csv", GAPS), id="id", target=("y",), fill="forward")
+    assert data.notes[0] == "2 series by id, in 3 sequences of 1 to 3 steps."
+    assert "Of all sequences, some were cut around 1 row with missing values." in data.notes
+
+
 def test_a_missing_value_is_an_error_with_ways_out(tmp_path: Path) -> None:
-    with pytest.raises(MisuseError, match=r"row 2, column 'x' is nan.*--fill forward, mean or zero, --nan cut"):
+    with pytest.raises(
+        MisuseError, match=r"row 2, column 'x' is nan.*--fill forward, mean, zero or drop, or --nan cut"
+    ):
         missing(tmp_path)
 
 
@@ -230,6 +248,7 @@ def test_the_mean_that_fills_is_that_of_the_known_numbers(tmp_path: Path) -> Non
     ("options", "message"),
     [
         ({"fill": "zero", "nan": "drop"}, "Missing values are filled or left out"),
+        ({"fill": "drop", "nan": "cut"}, "Missing values are filled or left out"),
         ({"fill": "mean", "normalise": "none"}, "The mean is that of the normaliser"),
     ],
 )

@@ -69,7 +69,7 @@ def exports(candidate: Candidate, engine: str) -> dict[str, str]:
 def searched(name: str) -> tuple[Problem, tuple[Record, ...], Plan]:
     """A problem, what was run for it, and its plan."""
     problem = PROBLEMS[name]
-    records = solve(Machine(ratio=1.03, effects={"all": 0.2}, target=problem.target), problem)
+    records = solve(Machine(ratio=1.03, effects={"all": 0.2, "half": -0.4}, target=problem.target), problem)
     plan = make(problem, records)
     assert plan is not None
     return problem, tuple(records), plan

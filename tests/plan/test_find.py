@@ -137,8 +137,25 @@ def test_a_card_by_its_name_gives_a_plan_by_arithmetic(device: str) -> None:
 
 @pytest.mark.parametrize(("device", "half"), [("t4", "fp16"), ("a100-80gb", "bf16"), ("p100", "fp32")])
 def test_where_memory_is_short_a_card_computes_in_the_half_precision_that_it_has(device: str, half: str) -> None:
-    plan = oomguard.find_feasible_config(Spec(cell="lstm", seq=5000), device=device, budget="1GiB")
+    plan = oomguard.find_feasible_config(Spec(cell="lstm", seq=5000), device=device, budget="650MiB")
     assert plan.candidate.precision == half
+
+
+@pytest.mark.parametrize("device", ["t4", "a100-80gb"])
+def test_the_longest_sequences_stay_in_fp32_unless_half_precision_allows_a_tenth_more(device: str) -> None:
+    plan = oomguard.find_feasible_config(cell="lstm", device=device, maximize="seq", step_time="30s")
+    assert plan.candidate.precision == "fp32"  # time ends them, not memory
+    assert plan.reach is not None
+    assert (plan.reach.bound, plan.reach.step_seconds, plan.reach.steps) == ("step-time", 30.0, plan.spec.steps)
+    whole = oomguard.find_feasible_config(cell="lstm", device=device, maximize="seq", step_time="1h", segments=1)
+    assert whole.reach is not None
+    assert whole.reach.bound == "memory"
+
+
+@pytest.mark.parametrize("device", ["t4", "a100-80gb"])
+def test_where_fp32_fits_in_segments_nothing_is_lost_for_less_than_a_tenth_of_the_time(device: str) -> None:
+    plan = oomguard.find_feasible_config(Spec(cell="lstm", seq=5000), device=device, budget="1GiB")
+    assert (plan.plain.fits, plan.candidate.precision) == (False, "fp32")
 
 
 @pytest.mark.parametrize("device", ["t4", "a100-80gb"])
@@ -297,6 +314,24 @@ def test_the_largest_batch_for_a_card_that_is_not_here_is_found_by_arithmetic() 
     larger = msgspec.structs.replace(plan.spec, batch=round(1.05 * plan.spec.batch))
     knobs: dict[str, Any] = {"precision": plan.candidate.precision, "keep": plan.candidate.keep}
     assert not oomguard.estimate(larger, **knobs, device="t4").fits
+
+
+def test_a_time_of_a_step_is_for_the_longest_sequences() -> None:
+    error = attempt(lambda: oomguard.find_feasible_config(GRU, step_time="30s") and None)
+    assert has_three_beats(error)
+    assert "got --step-time and no --maximize seq" in str(error)
+    with pytest.raises(MisuseError, match="The plan of a task does not take step_time"):
+        oomguard.find_feasible_config("package.module:task", step_time="30s")
+
+
+def test_the_longest_sequences_have_been_run(rig: Rig) -> None:
+    plan = oomguard.find_feasible_config(cell="lstm", maximize="seq", step_time="20s", budget="8GiB")
+    assert plan.confirmed
+    assert plan.seconds_per_step is not None
+    assert plan.seconds_per_step <= 20
+    assert plan.reach is not None
+    assert plan.reach.bound == "step-time"
+    assert plan.reach.steps >= plan.spec.steps > 0.8 * plan.reach.steps
 
 
 def test_the_longest_sequences_need_no_length_to_begin_with(rig: Rig) -> None:

@@ -22,6 +22,7 @@ from oomguard._predict.calibration import Calibration
 from oomguard._probe.record import Record
 from oomguard._probe.verdict import Verdict
 from oomguard._search.screen import SETTING, screen
+from oomguard._search.space import WORTH_LOSSY
 from oomguard._spec.candidate import Candidate, check_candidate, make_candidate
 from oomguard._spec.lengths import with_steps
 from oomguard._spec.spec import Spec
@@ -118,7 +119,7 @@ def test_what_a_lossy_knob_bought_is_told_beside_the_best_without_it() -> None:
     assert bought.exact is not None
     assert bought.exact.precision == "fp32"
     assert bought.speedup is not None
-    assert bought.speedup > 1
+    assert bought.speedup > WORTH_LOSSY
 
 
 def test_an_exact_plan_bought_nothing() -> None:

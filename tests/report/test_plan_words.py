@@ -2,6 +2,7 @@
 
 import re
 from html import unescape
+from typing import Literal
 
 import msgspec
 import pytest
@@ -9,8 +10,9 @@ from plan.making import EVERY, bucketed, fronted, lossy, measured, reckoned, rec
 
 from oomguard._core.units import GIB, MIB, format_bytes
 from oomguard._plan.find import AIMS as SEARCHED
-from oomguard._plan.value import Plan, Shortfall, Way
-from oomguard._report.plan import AIMS, ENDED, explain, explain_shortfall, summarize
+from oomguard._plan.value import Plan, Reach, Shortfall, Way
+from oomguard._report.page import plan_page
+from oomguard._report.plan import AIMS, ENDED, explain, explain_shortfall, plan_json, summarize
 from oomguard._report.tables import Section, Table, to_html
 from oomguard._report.words import candidate_words, speed_words
 from oomguard._spec.candidate import Candidate
@@ -101,6 +103,45 @@ def test_what_is_wrong_with_plain_pytorch_is_told(peak_bytes: int, margin_bytes:
     expected = msgspec.structs.replace(plan.plain.expected, peak_bytes=peak_bytes, margin_bytes=margin_bytes)
     plain = msgspec.structs.replace(plan.plain, fits=False, expected=expected)
     assert phrase in text(summarize(msgspec.structs.replace(plan, plain=plain)))
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (shorter(), "T = 500, not at full length. There was no time for that: raise --timeout to have it measured."),
+        (measured(record=None, ended="max-probes"), "raise --max-probes to have it measured."),
+        (measured(record=None, ended="interrupted"), "The search was interrupted: run it again"),
+        (measured(), "1 probe took too long and was ended: raise --timeout to let it finish."),
+    ],
+)
+def test_a_plan_that_was_not_run_whole_says_why_and_what_to_do(plan: Plan, words: str) -> None:
+    for sections in (summarize(plan), explain(plan)):
+        assert words in text(sections)
+
+
+def test_a_time_is_told_with_its_spread_if_it_is_noisy() -> None:
+    quiet, noisy = measured(time_spread=0.04), measured(time_spread=0.15)
+    assert ", 21.5 s per step," in text(summarize(quiet))
+    assert ", about 21.5 s ±15 % per step," in text(summarize(noisy))
+    assert "takes about 21.5 s ±15 %:" in text([titled(noisy, "Time")])
+    assert "±15 % is how much repeated times of a step differ here" in text([titled(noisy, "Time")])
+    assert "±" not in text(explain(quiet))
+    assert "21.5 s ±15 %" in plan_page(noisy)
+    assert '"time_spread": 0.15' in plan_json(noisy)
+
+
+@pytest.mark.parametrize(
+    ("steps", "bound", "words"),
+    [
+        (10_000, "memory", "Longer sequences are predicted to need too much memory."),
+        (10_000, "step-time", "Longer sequences are predicted to take more than 1 min 0 s per step (--step-time)."),
+        (20_000, "memory", "These are the longest that ran. Up to T = 20,000 may fit: raise --timeout to try."),
+    ],
+)
+def test_what_ends_longer_sequences_is_told(steps: int, bound: Literal["memory", "step-time"], words: str) -> None:
+    plan = measured(maximize=("seq",), reach=Reach(steps=steps, bound=bound, step_seconds=60.0))
+    assert words in text(summarize(plan))
+    assert "Goal: the longest sequences that fit." in text(explain(plan))
 
 
 def test_an_exact_plan_says_that_its_gradient_is() -> None:

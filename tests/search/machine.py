@@ -33,6 +33,7 @@ def features(spec: Spec, knobs: Any, engine: Any, *, cuda: bool) -> dict[str, An
         "threads": np.log2(speed.filled(knobs.threads, 1).astype(float)),
         "rows": np.log2(knobs.microbatch) - 4,
         "pieces": np.greater(knobs.segments, 1),
+        "half": np.not_equal(knobs.precision, "fp32"),
         "cold": np.asarray(not cuda) & (block >= 32 * MIB),
     }
 

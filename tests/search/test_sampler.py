@@ -9,7 +9,8 @@ from search.machine import Machine, make_problem, replace, solve, without_time
 from oomguard._core.units import GIB, MIB
 from oomguard._probe.record import Record
 from oomguard._probe.verdict import Verdict
-from oomguard._search.propose import State, choose, largest, propose
+from oomguard._search.largest import largest, longest_run
+from oomguard._search.propose import State, choose, propose
 from oomguard._search.screen import screen
 from oomguard._search.space import Problem
 from oomguard._spec.candidate import Candidate, make_candidate
@@ -78,19 +79,50 @@ def test_the_largest_microbatch_is_found_in_four_probes(machine: Machine, spec: 
     assert found >= 0.95 * true
 
 
+def replace_seq(spec: Spec, steps: int) -> Spec:
+    return msgspec.structs.replace(spec, seq=steps)
+
+
 def _with(candidate: Candidate, size: int, spec: Spec) -> Candidate:
     return msgspec.structs.replace(candidate, microbatch=size, accumulation=-(-spec.batch // size))
 
 
 @each_machine
 def test_the_longest_sequences_that_fit_are_found(machine: Machine) -> None:
-    problem = make_problem(GRU, 480 * MIB, maximize=("seq",), fixed={"threads": 1})
+    problem = make_problem(GRU, 480 * MIB, maximize=("seq",), fixed={"threads": 1}, step_seconds=3600.0)
     records = solve(machine, problem)
     view, row = largest(problem, records, "seq")
     assert row is not None
     assert {one.verdict for one in records} == {Verdict.FITS}
     assert view.spec.steps > 20 * GRU.steps
     assert machine.peak_bytes(view.spec, view.candidates[row]) <= problem.budget_bytes
+
+
+@pytest.mark.parametrize(("gain", "precision"), [(-0.05, "fp32"), (-0.2, "fp16")], ids=["by 5 %", "by 22 %"])
+def test_half_precision_must_be_faster_by_a_tenth(gain: float, precision: str) -> None:
+    machine, problem = Machine(effects={"half": gain}, target=CARD), on_the_card(SMALL, 8 * GIB)
+    view = screen(problem, solve(machine, problem))
+    row = choose(view)
+    assert row is not None
+    assert view.candidates[row].precision == precision
+
+
+@each_machine
+def test_the_longest_sequences_have_run_whole_and_a_step_of_them_takes_no_longer_than_it_may(machine: Machine) -> None:
+    problem = make_problem(replace_seq(GRU, 1), 20 * GIB, maximize=("seq",), step_seconds=10.0)
+    records = solve(machine, problem)
+    steps, (view, _) = longest_run(problem, records), largest(problem, records, "seq")
+    assert steps >= 0.9 * view.spec.steps
+    run = max(records, key=lambda one: one.spec.steps)
+    assert run.spec.steps == steps
+    assert 5.0 < (run.seconds_per_step or 0.0) <= 10.0
+
+
+def test_without_a_short_probe_first_nobody_knows_how_long_a_step_takes() -> None:
+    problem = make_problem(replace_seq(GRU, 1), 20 * GIB, maximize=("seq",))
+    first, *others = solve(Machine(effects={"all": 2.0}), problem, seconds=55)
+    assert (first.seconds_per_pass or 0.0) < 10
+    assert max((one.seconds_per_pass or 0.0) for one in others) <= 55
 
 
 @each_problem

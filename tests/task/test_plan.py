@@ -13,7 +13,10 @@ from task import sized
 
 import oomguard
 from oomguard import MisuseError, NothingFitsError, Task, TaskPlan
-from oomguard._core.units import MIB
+from oomguard._core.units import MIB, format_bytes
+from oomguard._report.plan import plan_json
+from oomguard._report.task import explain_task
+from oomguard._report.words import candidate_words, speed_words, time_words
 
 pytestmark = pytest.mark.timeout(600)
 FIXED: dict[str, Any] = {"threads": 1, "allocator": "tight", "allow": "none", "timeout": 300}
@@ -189,6 +192,52 @@ def test_a_guard_cuts_rows_that_are_longer_than_the_plans_into_smaller_pieces(ke
     with oomguard.guard(kept, device="cpu") as guard:
         assert len(next(iter(guard.split(sized.waves(300, 60))))) == kept.candidate.microbatch
         assert len(next(iter(guard.split(sized.waves(300, 240))))) < kept.candidate.microbatch
+
+
+# ---- what it says
+
+
+def words_of(plan: TaskPlan) -> tuple[str, str]:
+    """The summary, and everything that is shown, in one line each."""
+    shown = [*explain_task(plan)]
+    cells = (cell for section in shown if section.table for row in section.table.rows for cell in row)
+    sentences = (sentence for section in shown for sentence in (section.title, *section.sentences))
+    return " ".join(str(plan).split()), " ".join([*sentences, *cells])
+
+
+def test_every_figure_of_a_plan_is_the_same_in_its_words_and_its_file(kept: TaskPlan) -> None:
+    file: dict[str, Any] = json.loads(plan_json(kept))
+    record = file["record"]
+    assert (kept.peak_bytes, kept.seconds_per_step) == (record["peak_bytes"], record["seconds_per_step"])
+    seconds, batch = kept.seconds_per_step or 0.0, f"batch {kept.batch:,} on"
+    expected, margin = format_bytes(kept.expected.peak_bytes), format_bytes(kept.expected.margin_bytes)
+    for text in words_of(kept):
+        assert batch in text
+        assert f"Peak {format_bytes(kept.peak_bytes)} of {format_bytes(kept.budget_bytes)} (measured," in text
+        assert f"{time_words(seconds, kept.time_spread)} per step" in text
+        assert speed_words(kept.batch / seconds, "rows") in text
+        assert f"M{candidate_words(kept.candidate)[1:]}." in text
+        assert f"Estimate {format_bytes(kept.estimate.total_bytes)} by a trace" in text
+        assert f"predicted {expected} (margin {margin})" in text
+        assert f"would need {format_bytes(kept.plain_bytes)}: it does not fit." in text
+    assert file["time_spread"] == kept.time_spread
+    assert file["plain_bytes"] == kept.plain_bytes
+
+
+def test_a_plan_of_a_task_says_first_that_its_gradient_is_not_exact(kept: TaskPlan) -> None:
+    half = msgspec.structs.replace(kept.candidate, precision="bf16")
+    lossy = msgspec.structs.replace(kept, candidate=half, lossy={"precision": "The model runs in bf16."})
+    assert explain_task(lossy)[0].sentences[0] == "The gradient is not exact: precision bf16."
+    assert str(lossy).splitlines()[1] == "The gradient is not exact: precision bf16."
+    assert "not exact" not in " ".join(words_of(kept))
+
+
+def test_a_noisy_time_of_a_task_is_marked_and_a_plan_that_did_not_run_says_so(kept: TaskPlan) -> None:
+    noisy = msgspec.structs.replace(kept, time_spread=0.3)
+    assert all("±30 % per step" in text and "±30 % is how much" in text for text in words_of(noisy))
+    unrun = msgspec.structs.replace(kept, record=None, records=(), time_spread=None)
+    assert all("(by a trace alone)" in text and "Nothing was run" in text for text in words_of(unrun))
+    assert (kept.confirmed, unrun.confirmed) == (True, False)
 
 
 # ---- the command line
