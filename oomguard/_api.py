@@ -3,17 +3,21 @@
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import msgspec
 
 from oomguard._core.errors import MisuseError, check_names, check_whole, conflict, flag, shown
+from oomguard._core.progress import tell
 from oomguard._core.units import MAX_BYTES, parse_seconds, read_budget
 from oomguard._device.find import find_budget, find_target
 from oomguard._estimate.breakdown import Estimate, estimate_batch, estimate_step, margin_bytes
 from oomguard._estimate.target import Target
 from oomguard._probe.record import Record, TaskRecord
 from oomguard._probe.runner import TIMEOUT_SECONDS, Runner
+from oomguard._report.progress import following, search_status, showing, train_statuses
+from oomguard._report.words import spec_words
 from oomguard._spec.candidate import KNOBS, Candidate, Candidates
 from oomguard._spec.read import read_candidate, read_spec
 from oomguard._spec.spec import MAX_SEQ, Spec
@@ -45,6 +49,7 @@ def estimate(
     budget_bytes: int | None = None,
     training: bool = True,
     steps: int | None = None,
+    progress: bool = True,
     **fields: Any,
 ) -> Estimate:
     """Estimate the peak memory of one optimizer step by arithmetic, or of an evaluation pass with `training=False`.
@@ -56,7 +61,8 @@ def estimate(
     default it is the free memory of the device. `budget_bytes` is the same, in bytes only.
 
     A `Task`, or its name "package.module:task", is traced in a child process, with `steps` time steps, or with the
-    longest samples of its data. `parts` of the result are its modules. It takes a few seconds.
+    longest samples of its data. `parts` of the result are its modules. It takes a few seconds; `progress` shows what is
+    done meanwhile.
 
     >>> estimate(cell="lstm", seq=1000, device="a100-80gb", budget="6GiB").fits
     True
@@ -66,7 +72,8 @@ def estimate(
     target = find_target(device)
     if isinstance(spec, Task | str):
         given_bytes = _budget_bytes(budget, budget_bytes)
-        traced = _estimate_task(spec, candidate, target, training, steps, fields)
+        with showing(progress):
+            traced = _estimate_task(spec, candidate, target, training, steps, fields)
         return replace(traced, budget_bytes=find_budget(device).limit_bytes if given_bytes is None else given_bytes)
     if steps is not None:
         fields["steps"] = steps
@@ -110,6 +117,7 @@ def probe(
     budget_bytes: int | None = None,
     timeout: float | str = TIMEOUT_SECONDS,
     steps: int | None = None,
+    progress: bool = True,
     **fields: Any,
 ) -> Record | TaskRecord:
     """Run a few real steps of one candidate in a child process that is limited to the budget, and record the result.
@@ -126,7 +134,9 @@ def probe(
     """
     if isinstance(spec, Task | str):
         limit_bytes = _budget_bytes(budget, budget_bytes)
-        return _probe_task(spec, candidate, device, limit_bytes, parse_seconds(timeout, "timeout"), steps, fields)
+        with showing(progress):
+            tell("Reading the task")
+            return _probe_task(spec, candidate, device, limit_bytes, parse_seconds(timeout, "timeout"), steps, fields)
     if steps is not None:
         fields["steps"] = steps
     spec, chosen, limit_bytes = _read(spec, candidate, fields, budget, budget_bytes)
@@ -134,7 +144,8 @@ def probe(
         raise MisuseError(
             rule="A probe runs one candidate", got="got several", advice="Probe them one by one in a Runner."
         )
-    with Runner(device, timeout=parse_seconds(timeout, "timeout")) as runner:
+    with showing(progress), Runner(device, timeout=parse_seconds(timeout, "timeout")) as runner:
+        tell(f"Running a few steps of {spec_words(spec)} in a process of its own")
         return runner.probe(spec, chosen, budget_bytes=limit_bytes)
 
 
@@ -157,6 +168,7 @@ def _probe_task(
         candidate = Candidate(**{"microbatch": rows} | knobs)
     source = send(task, candidate.microbatch * candidate.accumulation, steps)
     asked: dict[str, Any] = {"name": name_of(task), "content": source if isinstance(source, bytes) else None}
+    tell(f"Running a few steps of {name_of(task)} in a process of its own")
     asked |= {"candidate": candidate, "rows": None, "seq": steps, "budget_bytes": budget_bytes}
     with Runner(device, timeout=timeout) as runner:
         return runner.probe_task(**asked)
@@ -184,7 +196,7 @@ def find_feasible_config(
     sampler: str = "auto",
     ledger: str | None = None,
     storage: str | None = None,
-    progress: "Callable[[Progress], None] | None" = None,
+    progress: "Callable[[Progress], None] | bool" = True,
     **fields: Any,
 ) -> "Plan | TaskPlan":
     """Search for the fastest (or largest, or longest) candidate that fits, with real probes, and return a `Plan`.
@@ -194,8 +206,9 @@ def find_feasible_config(
     and without `batch`, the plan has the largest batch that fits in one pass; with "seq", the longest sequences.
     Several devices, "cuda:0,cuda:1", search together. With `data`, as `train` takes it, features, outputs, vocabulary,
     head, loss and lengths are those of the data, and the plan keeps how it is read (`id`, `target`, `stride`, ...).
-    With `sampler` "gp", "tpe" or "random" one of Optuna's samplers explores, for comparison. Raises `NothingFitsError`
-    if nothing fits.
+    With `sampler` "gp", "tpe" or "random" one of Optuna's samplers explores, for comparison. `progress` shows how far
+    the search is, on a terminal, in a notebook or as lines of a log; a function takes a `Progress` before and after
+    every probe instead. Raises `NothingFitsError` if nothing fits.
 
     A `Task`, or its name "package.module:task", is traced and then probed at most 3 times (after `timeout` twice) with
     its worst batch: of `steps` time steps, or of the longest samples of its data. The batch, that of its loader unless
@@ -213,7 +226,8 @@ def find_feasible_config(
                 rule = f"The plan of a task does not take {name}"
                 raise MisuseError(rule=rule, got=f"got {shown(value)}", advice="Leave it out.")
         most = {"max_probes": max_probes, "seconds": parse_seconds(timeout, "timeout")}
-        return _plan_task(spec, fields, budget, device, maximize, allow, steps, most)
+        with showing(bool(progress)):
+            return _plan_task(spec, fields, budget, device, maximize, allow, steps, most)
     from oomguard._plan.find import find_plan
     from oomguard._search.run import Limits
 
@@ -224,7 +238,10 @@ def find_feasible_config(
     read = None
     if data is not None:
         (fields, read), spec = _with_data(spec, data, fields), None
-    plan = find_plan(_question(spec, fields, budget, device, maximize, allow, **more), progress)
+    question = _question(spec, fields, budget, device, maximize, allow, **more)
+    with following(progress, search_status) as follow:
+        tell("Estimating what fits")
+        plan = find_plan(question, follow)
     return plan if read is None else msgspec.structs.replace(plan, data=read)
 
 
@@ -317,6 +334,7 @@ def tradeoffs(
     budget: int | str | None = None,
     measured: Any = None,
     steps: int | None = None,
+    progress: bool = True,
     **fields: Any,
 ) -> "DataFrame":
     """Compare candidates in memory and speed: a DataFrame with one row per candidate.
@@ -328,6 +346,7 @@ def tradeoffs(
 
     The candidates of a `Task`, or of its name "package.module:task", are traced with `steps` time steps, or with the
     longest samples of its data. Their microbatch, segments, precision and seq can vary. There are no speeds.
+    `progress` shows what is done meanwhile.
 
     >>> table = tradeoffs(cell="lstm", seq=1000, over={"microbatch": [8, 32], "segments": [1, 10]}, budget="1GiB")
     >>> table[["microbatch", "segments", "fits"]].values.tolist()
@@ -341,13 +360,15 @@ def tradeoffs(
             raise MisuseError(rule=rule, got=f"got measured {shown(measured)}", advice="Leave it out.")
         check_whole("steps", steps, 1, MAX_SEQ)
         where: dict[str, Any] = {"device": device or "cpu", "budget_bytes": read_budget(budget)}
-        return make_task_table(spec, over=over, steps=steps, **where, **fields)
+        with showing(progress):
+            return make_task_table(spec, over=over, steps=steps, **where, **fields)
     from oomguard._report.subject import find_subject
     from oomguard._report.tradeoffs import make_table
 
     if steps is not None:
         fields["steps"] = steps
-    return make_table(find_subject(spec, over=over, device=device, budget=budget, measured=measured, **fields))
+    with showing(progress):
+        return make_table(find_subject(spec, over=over, device=device, budget=budget, measured=measured, **fields))
 
 
 def curves(
@@ -427,14 +448,15 @@ def train(
     data: Any = None,
     model: Callable[..., Any] | str | None = None,
     *,
-    progress: "Callable[[TrainProgress], None] | None" = None,
+    progress: "Callable[[TrainProgress], None] | bool" = True,
     **options: Any,
 ) -> "TaskResult":
     """Train a plan, or the plan in a file, on data: a path, an array, a DataFrame, a Dataset, or pairs.
 
     Without data, it is that of the plan or of the run that is resumed, read in the same way; options change that.
     Options are the fields of `TrainOptions` (`epochs`, `steps`, `lr`, `run`, `resume`, ...) and of `DataOptions`
-    (`target`, `validation`, `seed`, ...). Raises `GuardError` if memory runs out on the last fallback.
+    (`target`, `validation`, `seed`, ...). `progress` shows how far the training is; a function takes a `TrainProgress`
+    after every step instead. Raises `GuardError` if memory runs out on the last fallback.
 
     A `Task`, or its name "package.module:task", takes the place of data. It has its own optimizer, scheduler and
     validation data, so options are `seed` and those of `TrainOptions` without the learning rate. If plan is None, the
@@ -448,31 +470,38 @@ def train(
     >>> result.steps, result.ended
     (20, 'done')
     """
-    from oomguard._data.options import DataOptions
     from oomguard._plan.store import load_plan
     from oomguard._plan.task_value import TaskPlan
-    from oomguard._plan.value import Plan
-    from oomguard._train import TrainOptions
-    from oomguard._train.start import run_training
 
     loaded = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
     if loaded is None or isinstance(loaded, TaskPlan):
-        from oomguard._train.task_start import run_task_training
-
         if model is not None:
             raise conflict("A task has its own model", "a task", "model")
-        return run_task_training(loaded, data, options, progress)
+    else:
+        _check_training(loaded, data, options)
+    with following(progress, train_statuses()) as follow:
+        tell("Starting PyTorch")
+        from oomguard._train.task_start import start_training
+
+        return start_training(loaded, data, model, options, follow)
+
+
+def _check_training(plan: object, data: Any, options: dict[str, Any]) -> None:
+    """Raise if the model of a spec cannot be trained in this way."""
+    from oomguard._data.options import DataOptions
+    from oomguard._plan.value import Plan
+    from oomguard._train import TrainOptions
+
     check_names("option", options, [*TrainOptions.__struct_fields__, *DataOptions.__struct_fields__])
     if isinstance(data, Task):
         rule, advice = "A task is trained with the plan of a task", "Make one: oomguard.find_feasible_config(task)."
         raise MisuseError(rule=rule, got="this plan is for a spec", advice=advice)
-    if not isinstance(loaded, Plan):
+    if not isinstance(plan, Plan):
         raise MisuseError(
             rule="train takes a plan or the path of a plan file",
-            got=f"got {shown(loaded)}",
+            got=f"got {shown(plan)}",
             advice="Give what find_feasible_config or load_plan returns, or the path of plan.json.",
         )
-    return run_training(loaded, data, options, model, progress)
 
 
 def resume(
@@ -480,7 +509,7 @@ def resume(
     data: Any = None,
     model: Callable[..., Any] | str | None = None,
     *,
-    progress: "Callable[[TrainProgress], None] | None" = None,
+    progress: "Callable[[TrainProgress], None] | bool" = True,
     **options: Any,
 ) -> "Result":
     """Go on with a run from its newest checkpoint, with its own plan, data and options.
@@ -507,6 +536,7 @@ def predict(
     probabilities: bool = False,
     device: str | None = None,
     model: Callable[..., Any] | str | None = None,
+    progress: bool = True,
     **options: Any,
 ) -> Any:
     """Predict every sequence of some data with the model of a run: the best by validation, otherwise the last.
@@ -526,10 +556,16 @@ def predict(
     (5, 8, 1)
     """
     from oomguard._data.options import DataOptions
-    from oomguard._train.evaluate import run_prediction
+    from oomguard._train.settings import check_predicted
 
     check_names("option", options, DataOptions.__struct_fields__)
-    return run_prediction(run, data, options, output=output, probabilities=probabilities, device=device, model=model)
+    check_predicted(Path(run), data, output, options)
+    with showing(progress):
+        tell("Starting PyTorch")
+        from oomguard._train.evaluate import run_prediction
+
+        more: dict[str, Any] = {"output": output, "probabilities": probabilities, "device": device, "model": model}
+        return run_prediction(run, data, options, **more)
 
 
 def load_weights(run: str | os.PathLike[str], model: "Model") -> "Model":
@@ -547,8 +583,6 @@ def load_weights(run: str | os.PathLike[str], model: "Model") -> "Model":
     >>> torch.equal(model.weight_hh_l0, result.model.weight_hh_l0)
     True
     """
-    from pathlib import Path
-
     from oomguard._train.checkpoint import load_weights as load_into
     from oomguard._train.evaluate import find_checkpoint
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from oomguard._core.errors import MisuseError
+from oomguard._core.progress import tell
 from oomguard._core.system import write_file
 from oomguard._core.units import format_bytes, format_seconds
 from oomguard._plan.value import Plan, epoch_of
@@ -57,6 +58,7 @@ def _checked(path: str | os.PathLike[str], what: str, suffixes: tuple[str, ...],
 
 
 def plan_page(plan: Plan, sequences: int | None = None) -> str:
+    tell("Estimating what the charts show")
     result, *sections = explain(plan, sequences)
     top = macros().result(*_verdict(plan), result.sentences[0], *_bars(plan), _facts(plan, sequences))
     return _page(result.title, top, sections, redrawn_curves(plan))
@@ -74,7 +76,10 @@ def _page(title: str, top: str, sections: Sequence[Section], curves: list[dict[s
     script = SCRIPT.read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'"
-    figures = [macros().curve_figure([_choice(*choice) for choice in choices.items()]) for choices in curves]
+    figures = []
+    for number, choices in enumerate(curves):
+        tell(f"Drawing chart {number + 1} of {len(curves)}", number / len(curves))
+        figures.append(macros().curve_figure([_choice(*choice) for choice in choices.items()]))
     return str(macros().page(title, top, sections, figures, style, script, policy)).lstrip()
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from oomguard._core.errors import MisuseError, check_choice, shown
+from oomguard._core.progress import Status, tell
 from oomguard._core.system import write_file
 from oomguard._core.units import format_bytes, format_seconds
 from oomguard._estimate.malloc import default_allocator
@@ -45,6 +46,7 @@ def make_table(subject: Subject) -> pd.DataFrame:
     fields = [*ALWAYS, *(name for name in subject.varied if name not in KNOBS and name not in ALWAYS)]
     parts = []
     for spec, candidates in make_grid(subject.spec, subject.candidate, subject.target, subject.varied):
+        tell(Status(f"Estimating candidates with {times(spec.steps, 'time step')}", topic="Estimating candidates"))
         part = subject.predict(candidates, spec)
         own = {name: getattr(spec, name) for name in fields} | {"time_factor": np.exp(part["doubt"])}
         parts.append(_with_measured(subject.records, spec, part).assign(**own))
