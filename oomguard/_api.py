@@ -4,13 +4,25 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
 import msgspec
 
+from oomguard._arguments import (
+    DataFields,
+    Fields,
+    PlanCall,
+    PlanFields,
+    ProbeCall,
+    ResumeFields,
+    TrainArguments,
+    TrainCall,
+    takes,
+)
 from oomguard._core.errors import MisuseError, check_names, check_whole, conflict, flag, shown
 from oomguard._core.progress import tell
 from oomguard._core.units import MAX_BYTES, parse_seconds, read_budget
+from oomguard._data.options import DataOptions
 from oomguard._device.find import find_budget, find_target
 from oomguard._estimate.breakdown import Estimate, estimate_batch, estimate_step, margin_bytes
 from oomguard._estimate.target import Target
@@ -22,6 +34,7 @@ from oomguard._spec.candidate import KNOBS, Candidate, Candidates
 from oomguard._spec.read import read_candidate, read_spec
 from oomguard._spec.spec import MAX_SEQ, Spec
 from oomguard._task.task import USUAL_ROWS, Task
+from oomguard._train import TrainOptions
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -40,6 +53,7 @@ if TYPE_CHECKING:
     from oomguard._train.loop import Result, TaskResult, TrainProgress
 
 
+@takes(Spec, Candidate)
 def estimate(
     spec: Spec | Task | str | None = None,
     candidate: Candidate | Candidates | None = None,
@@ -50,7 +64,7 @@ def estimate(
     training: bool = True,
     steps: int | None = None,
     progress: bool = True,
-    **fields: Any,
+    **fields: Unpack[Fields],
 ) -> Estimate:
     """Estimate the peak memory of one optimizer step by arithmetic, or of an evaluation pass with `training=False`.
 
@@ -69,15 +83,16 @@ def estimate(
     >>> estimate(Spec(cell="lstm", seq=1000), microbatch=[1, 32], device="a100-80gb").fits.tolist()
     [True, True]
     """
+    given: dict[str, Any] = {**fields}
     target = find_target(device)
     if isinstance(spec, Task | str):
         given_bytes = _budget_bytes(budget, budget_bytes)
         with showing(progress):
-            traced = _estimate_task(spec, candidate, target, training, steps, fields)
+            traced = _estimate_task(spec, candidate, target, training, steps, given)
         return replace(traced, budget_bytes=find_budget(device).limit_bytes if given_bytes is None else given_bytes)
     if steps is not None:
-        fields["steps"] = steps
-    spec, candidate, limit_bytes = _read(spec, candidate, fields, budget, budget_bytes)
+        given["steps"] = steps
+    spec, candidate, limit_bytes = _read(spec, candidate, given, budget, budget_bytes)
     if limit_bytes is None:
         limit_bytes = find_budget(device).limit_bytes
     if isinstance(candidate, Candidates):
@@ -101,13 +116,14 @@ def _estimate_task(
 
 
 @overload
-def probe(spec: Task | str, *, steps: int | None = None, **fields: Any) -> TaskRecord: ...
+def probe(spec: Task | str, *, steps: int | None = None, **fields: Unpack[ProbeCall]) -> TaskRecord: ...
 
 
 @overload
-def probe(spec: Spec | None = None, candidate: Candidate | None = None, **fields: Any) -> Record: ...
+def probe(spec: Spec | None = None, candidate: Candidate | None = None, **fields: Unpack[ProbeCall]) -> Record: ...
 
 
+@takes(Spec, Candidate)
 def probe(
     spec: Spec | Task | str | None = None,
     candidate: Candidate | None = None,
@@ -118,7 +134,7 @@ def probe(
     timeout: float | str = TIMEOUT_SECONDS,
     steps: int | None = None,
     progress: bool = True,
-    **fields: Any,
+    **fields: Unpack[Fields],
 ) -> Record | TaskRecord:
     """Run a few real steps of one candidate in a child process that is limited to the budget, and record the result.
 
@@ -132,14 +148,15 @@ def probe(
     >>> record.verdict.name, record.steps
     ('FITS', 3)
     """
+    given: dict[str, Any] = {**fields}
     if isinstance(spec, Task | str):
         limit_bytes = _budget_bytes(budget, budget_bytes)
         with showing(progress):
             tell("Reading the task")
-            return _probe_task(spec, candidate, device, limit_bytes, parse_seconds(timeout, "timeout"), steps, fields)
+            return _probe_task(spec, candidate, device, limit_bytes, parse_seconds(timeout, "timeout"), steps, given)
     if steps is not None:
-        fields["steps"] = steps
-    spec, chosen, limit_bytes = _read(spec, candidate, fields, budget, budget_bytes)
+        given["steps"] = steps
+    spec, chosen, limit_bytes = _read(spec, candidate, given, budget, budget_bytes)
     if isinstance(chosen, Candidates):
         raise MisuseError(
             rule="A probe runs one candidate", got="got several", advice="Probe them one by one in a Runner."
@@ -175,13 +192,14 @@ def _probe_task(
 
 
 @overload
-def find_feasible_config(spec: Task | str, *, steps: int | None = None, **fields: Any) -> "TaskPlan": ...
+def find_feasible_config(spec: Task | str, *, steps: int | None = None, **fields: Unpack[PlanCall]) -> "TaskPlan": ...
 
 
 @overload
-def find_feasible_config(spec: Spec | None = None, **fields: Any) -> "Plan": ...
+def find_feasible_config(spec: Spec | None = None, **fields: Unpack[PlanCall]) -> "Plan": ...
 
 
+@takes(Spec, DataOptions)
 def find_feasible_config(
     spec: Spec | Task | str | None = None,
     *,
@@ -197,7 +215,7 @@ def find_feasible_config(
     ledger: str | None = None,
     storage: str | None = None,
     progress: "Callable[[Progress], None] | bool" = True,
-    **fields: Any,
+    **fields: Unpack[PlanFields],
 ) -> "Plan | TaskPlan":
     """Search for the fastest (or largest, or longest) candidate that fits, with real probes, and return a `Plan`.
 
@@ -220,6 +238,7 @@ def find_feasible_config(
     >>> plan.ooms, plan.candidate.microbatch * plan.candidate.accumulation >= 4
     (0, True)
     """
+    given: dict[str, Any] = {**fields}
     if isinstance(spec, Task | str):
         for name, value in (("data", data), ("ledger", ledger), ("storage", storage)):
             if value is not None:
@@ -227,18 +246,18 @@ def find_feasible_config(
                 raise MisuseError(rule=rule, got=f"got {shown(value)}", advice="Leave it out.")
         most = {"max_probes": max_probes, "seconds": parse_seconds(timeout, "timeout")}
         with showing(bool(progress)):
-            return _plan_task(spec, fields, budget, device, maximize, allow, steps, most)
+            return _plan_task(spec, given, budget, device, maximize, allow, steps, most)
     from oomguard._plan.find import find_plan
     from oomguard._search.run import Limits
 
     if steps is not None:
-        fields["steps"] = steps
+        given["steps"] = steps
     limits = Limits(max_probes=max_probes, seconds=parse_seconds(timeout, "timeout"))
     more = {"limits": limits, "sampler": sampler, "ledger": ledger, "storage": storage}
     read = None
     if data is not None:
-        (fields, read), spec = _with_data(spec, data, fields), None
-    question = _question(spec, fields, budget, device, maximize, allow, **more)
+        (given, read), spec = _with_data(spec, data, given), None
+    question = _question(spec, given, budget, device, maximize, allow, **more)
     with following(progress, search_status) as follow:
         tell("Estimating what fits")
         plan = find_plan(question, follow)
@@ -272,6 +291,7 @@ def _plan_task(
     return find_task_plan(question)
 
 
+@takes(Spec)
 def sampler(
     spec: Spec | None = None,
     *,
@@ -279,7 +299,7 @@ def sampler(
     device: str = "cpu",
     maximize: str | Sequence[str] = "throughput",
     allow: str | Sequence[str] = "precision",
-    **fields: Any,
+    **fields: Unpack[Fields],
 ) -> "Sampler":
     """The sampler of `find_feasible_config`, an `optuna.samplers.BaseSampler`, for a study of your own.
 
@@ -292,9 +312,10 @@ def sampler(
     >>> chosen.suggest(trial).candidate.threads
     1
     """
+    given: dict[str, Any] = {**fields}
     from oomguard._plan.find import make_sampler
 
-    return make_sampler(_question(spec, fields, budget, device, maximize, allow))
+    return make_sampler(_question(spec, given, budget, device, maximize, allow))
 
 
 def _question(
@@ -326,6 +347,7 @@ def _question(
     )
 
 
+@takes(Spec)
 def tradeoffs(
     spec: Spec | Task | str | None = None,
     *,
@@ -335,7 +357,7 @@ def tradeoffs(
     measured: Any = None,
     steps: int | None = None,
     progress: bool = True,
-    **fields: Any,
+    **fields: Unpack[Fields],
 ) -> "DataFrame":
     """Compare candidates in memory and speed: a DataFrame with one row per candidate.
 
@@ -352,6 +374,7 @@ def tradeoffs(
     >>> table[["microbatch", "segments", "fits"]].values.tolist()
     [[8, 1, True], [8, 10, True], [32, 1, False], [32, 10, True]]
     """
+    given: dict[str, Any] = {**fields}
     if isinstance(spec, Task | str):
         from oomguard._report.task_table import make_task_table
 
@@ -361,16 +384,17 @@ def tradeoffs(
         check_whole("steps", steps, 1, MAX_SEQ)
         where: dict[str, Any] = {"device": device or "cpu", "budget_bytes": read_budget(budget)}
         with showing(progress):
-            return make_task_table(spec, over=over, steps=steps, **where, **fields)
+            return make_task_table(spec, over=over, steps=steps, **where, **given)
     from oomguard._report.subject import find_subject
     from oomguard._report.tradeoffs import make_table
 
     if steps is not None:
-        fields["steps"] = steps
+        given["steps"] = steps
     with showing(progress):
-        return make_table(find_subject(spec, over=over, device=device, budget=budget, measured=measured, **fields))
+        return make_table(find_subject(spec, over=over, device=device, budget=budget, measured=measured, **given))
 
 
+@takes(Spec)
 def curves(
     about: "Plan | Spec | None" = None,
     *,
@@ -378,7 +402,7 @@ def curves(
     device: str | None = None,
     budget: int | str | None = None,
     measured: Any = None,
-    **fields: Any,
+    **fields: Unpack[Fields],
 ) -> "list[Curve]":
     """Charts of a plan, or of a model as `tradeoffs` takes it. Each answers one question.
 
@@ -388,13 +412,14 @@ def curves(
     >>> [curve.name for curve in curves(cell="gru", seq=100, device="t4", hidden=8, layers=1)][:3]
     ['front', 'region', 'segments']
     """
+    given: dict[str, Any] = {**fields}
     from oomguard._plan.value import Plan
     from oomguard._report.curves import curves_of
     from oomguard._report.subject import find_subject
 
     if isinstance(about, Plan):
         about, measured = None, about
-    return curves_of(find_subject(about, over=over, device=device, budget=budget, measured=measured, **fields))
+    return curves_of(find_subject(about, over=over, device=device, budget=budget, measured=measured, **given))
 
 
 def guard(
@@ -426,12 +451,12 @@ def guard(
 
 @overload
 def train(
-    plan: "TaskPlan | str | os.PathLike[str] | None", data: Task, model: None = None, **options: Any
+    plan: "TaskPlan | str | os.PathLike[str] | None", data: Task, model: None = None, **options: Unpack[TrainCall]
 ) -> "TaskResult": ...
 
 
 @overload
-def train(plan: "TaskPlan | None", data: str, model: None = None, **options: Any) -> "TaskResult": ...
+def train(plan: "TaskPlan | None", data: str, model: None = None, **options: Unpack[TrainCall]) -> "TaskResult": ...
 
 
 @overload
@@ -439,17 +464,18 @@ def train(
     plan: "Plan | str | os.PathLike[str]",
     data: Any = None,
     model: Callable[..., Any] | str | None = None,
-    **options: Any,
+    **options: Unpack[TrainCall],
 ) -> "Result": ...
 
 
+@takes(TrainOptions, DataOptions)
 def train(
     plan: "Plan | TaskPlan | str | os.PathLike[str] | None",
     data: Any = None,
     model: Callable[..., Any] | str | None = None,
     *,
     progress: "Callable[[TrainProgress], None] | bool" = True,
-    **options: Any,
+    **options: Unpack[TrainArguments],
 ) -> "TaskResult":
     """Train a plan, or the plan in a file, on data: a path, an array, a DataFrame, a Dataset, or pairs.
 
@@ -470,6 +496,7 @@ def train(
     >>> result.steps, result.ended
     (20, 'done')
     """
+    given: dict[str, Any] = {**options}
     from oomguard._plan.store import load_plan
     from oomguard._plan.task_value import TaskPlan
 
@@ -478,19 +505,17 @@ def train(
         if model is not None:
             raise conflict("A task has its own model", "a task", "model")
     else:
-        _check_training(loaded, data, options)
+        _check_training(loaded, data, given)
     with following(progress, train_statuses()) as follow:
         tell("Starting PyTorch")
         from oomguard._train.task_start import start_training
 
-        return start_training(loaded, data, model, options, follow)
+        return start_training(loaded, data, model, given, follow)
 
 
 def _check_training(plan: object, data: Any, options: dict[str, Any]) -> None:
     """Raise if the model of a spec cannot be trained in this way."""
-    from oomguard._data.options import DataOptions
     from oomguard._plan.value import Plan
-    from oomguard._train import TrainOptions
 
     check_names("option", options, [*TrainOptions.__struct_fields__, *DataOptions.__struct_fields__])
     if isinstance(data, Task):
@@ -504,13 +529,14 @@ def _check_training(plan: object, data: Any, options: dict[str, Any]) -> None:
         )
 
 
+@takes()
 def resume(
     run: str | os.PathLike[str],
     data: Any = None,
     model: Callable[..., Any] | str | None = None,
     *,
     progress: "Callable[[TrainProgress], None] | bool" = True,
-    **options: Any,
+    **options: Unpack[ResumeFields],
 ) -> "Result":
     """Go on with a run from its newest checkpoint, with its own plan, data and options.
 
@@ -524,10 +550,12 @@ def resume(
     ...     resume(directory, numbers, steps=5).steps
     5
     """
+    given: dict[str, Any] = {**options}
     plan = os.path.join(run, "plan.json")
-    return train(plan, data, model, progress=progress, **options | {"run": os.fspath(run), "resume": True})
+    return train(plan, data, model, progress=progress, **given | {"run": os.fspath(run), "resume": True})
 
 
+@takes()
 def predict(
     run: str | os.PathLike[str],
     data: Any = None,
@@ -537,7 +565,7 @@ def predict(
     device: str | None = None,
     model: Callable[..., Any] | str | None = None,
     progress: bool = True,
-    **options: Any,
+    **options: Unpack[DataFields],
 ) -> Any:
     """Predict every sequence of some data with the model of a run: the best by validation, otherwise the last.
 
@@ -555,17 +583,17 @@ def predict(
     ...     predict(directory, numbers[:5]).shape
     (5, 8, 1)
     """
-    from oomguard._data.options import DataOptions
+    given: dict[str, Any] = {**options}
     from oomguard._train.settings import check_predicted
 
-    check_names("option", options, DataOptions.__struct_fields__)
-    check_predicted(Path(run), data, output, options)
+    check_names("option", given, DataOptions.__struct_fields__)
+    check_predicted(Path(run), data, output, given)
     with showing(progress):
         tell("Starting PyTorch")
         from oomguard._train.evaluate import run_prediction
 
         more: dict[str, Any] = {"output": output, "probabilities": probabilities, "device": device, "model": model}
-        return run_prediction(run, data, options, **more)
+        return run_prediction(run, data, given, **more)
 
 
 def load_weights(run: str | os.PathLike[str], model: "Model") -> "Model":
@@ -621,7 +649,7 @@ def _budget_bytes(budget: int | str | None, budget_bytes: int | None) -> int | N
 def _with_data(spec: Spec | None, data: Any, fields: dict[str, Any]) -> tuple[dict[str, Any], "PlanData"]:
     """The fields of the spec with what the data says, and the knobs; and how the data is read."""
     from oomguard._data.infer import spec_from_data
-    from oomguard._data.options import CUTTING, DataOptions
+    from oomguard._data.options import CUTTING
 
     options = DataOptions(**{name: value for name, value in fields.items() if name in CUTTING})
     own, knobs = _split({name: value for name, value in fields.items() if name not in CUTTING})

@@ -145,7 +145,7 @@ def test_the_process_starts_again_with_the_plans_environment(here: Path) -> None
         "error",
         "-m",
         "oomguard",
-        *["train", "plan.json", "--data", "data.npy", "--steps", "1", "--validation", "0"],
+        *["train", "plan.json", "--data", "data.npy", "--steps", "1", "--validation", "0", "--quiet"],
     ]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment, timeout=100)
