@@ -29,12 +29,14 @@ from oomguard._estimate.target import Target
 from oomguard._probe.record import Record, TaskRecord
 from oomguard._probe.runner import TIMEOUT_SECONDS, Runner
 from oomguard._report.progress import following, search_status, showing, train_statuses
+from oomguard._report.screens import in_notebook
 from oomguard._report.words import spec_words
 from oomguard._spec.candidate import KNOBS, Candidate, Candidates
 from oomguard._spec.read import read_candidate, read_spec
 from oomguard._spec.spec import MAX_SEQ, Spec
 from oomguard._task.task import USUAL_ROWS, Task
 from oomguard._train import TrainOptions
+from oomguard._train.apart import is_apart, packed, train_apart
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -475,6 +477,7 @@ def train(
     model: Callable[..., Any] | str | None = None,
     *,
     progress: "Callable[[TrainProgress], None] | bool" = True,
+    isolate: bool | None = None,
     **options: Unpack[TrainArguments],
 ) -> "TaskResult":
     """Train a plan, or the plan in a file, on data: a path, an array, a DataFrame, a Dataset, or pairs.
@@ -483,6 +486,9 @@ def train(
     Options are the fields of `TrainOptions` (`epochs`, `steps`, `lr`, `run`, `resume`, ...) and of `DataOptions`
     (`target`, `validation`, `seed`, ...). `progress` shows how far the training is; a function takes a `TrainProgress`
     after every step instead. Raises `GuardError` if memory runs out on the last fallback.
+
+    With `isolate`, the training runs in a process of its own, which starts with the settings of the heap that the plan
+    was made for: then it peaks where the plan says. The result is the same. It is the default in notebooks.
 
     A `Task`, or its name "package.module:task", takes the place of data. It has its own optimizer, scheduler and
     validation data, so options are `seed` and those of `TrainOptions` without the learning rate. If plan is None, the
@@ -508,6 +514,15 @@ def train(
         _check_training(loaded, data, given)
     with following(progress, train_statuses()) as follow:
         tell("Starting PyTorch")
+        if loaded is None and (isolate or (isolate is None and in_notebook())):
+            from oomguard._train.task_start import plan_of_run
+
+            loaded, _ = plan_of_run(data, given)
+        if loaded is not None and is_apart(loaded, isolate, in_notebook()):
+            content = packed(loaded, data, model, given, required=isolate is True)
+            if content is not None:
+                result: TaskResult = train_apart(loaded, content, follow)
+                return result
         from oomguard._train.task_start import start_training
 
         return start_training(loaded, data, model, given, follow)
@@ -536,6 +551,7 @@ def resume(
     model: Callable[..., Any] | str | None = None,
     *,
     progress: "Callable[[TrainProgress], None] | bool" = True,
+    isolate: bool | None = None,
     **options: Unpack[ResumeFields],
 ) -> "Result":
     """Go on with a run from its newest checkpoint, with its own plan, data and options.
@@ -552,7 +568,9 @@ def resume(
     """
     given: dict[str, Any] = {**options}
     plan = os.path.join(run, "plan.json")
-    return train(plan, data, model, progress=progress, **given | {"run": os.fspath(run), "resume": True})
+    return train(
+        plan, data, model, progress=progress, isolate=isolate, **given | {"run": os.fspath(run), "resume": True}
+    )
 
 
 @takes()

@@ -185,6 +185,7 @@ class TrainCall(TrainArguments, total=False):
     """All that `train` takes by name, for its overloads."""
 
     progress: Progress
+    isolate: bool | None
 
 
 def takes(*structs: type[msgspec.Struct]) -> Callable[[Function], Function]:

@@ -120,7 +120,7 @@ def check_environment(plan: Plan | TaskPlan) -> None:
     if missing:
         warnings.warn(
             f"The plan's peak was measured with {' '.join(missing)} in the environment, which a process reads when it "
-            "starts. Start Python with these variables, or use the command oomguard train.",
+            "starts. Give train isolate=True, use the command oomguard train, or start Python with these variables.",
             stacklevel=5,
         )
 
