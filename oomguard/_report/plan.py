@@ -44,9 +44,9 @@ def shortfall_json(shortfall: Shortfall) -> dict[str, Any]:
 
 def show_result(plan: Plan, path: Path | None, console: "Console") -> None:
     """Print the result in a few lines, where the plan was written, and how to see more."""
-    result, evidence = summarize(plan)
-    result = msgspec.structs.replace(result, sentences=result.sentences + evidence.sentences)
-    show_sections([result, *_data(plan)], console)
+    first, evidence = summarize(plan)
+    first = msgspec.structs.replace(first, sentences=first.sentences + evidence.sentences)
+    show_sections([first, *_data(plan)], console)
     if path is not None:
         say = printer(console)
         say("")
@@ -58,7 +58,7 @@ def show_result(plan: Plan, path: Path | None, console: "Console") -> None:
 def explain(plan: Plan, sequences: int | None = None) -> list[Section]:
     """Everything that a plan says. `sequences` is the size of an epoch (default: as the spec's histogram)."""
     sections = [
-        _result(plan),
+        result(plan),
         *_data(plan),
         _why(plan),
         plan_tables.memory(plan),
@@ -72,10 +72,11 @@ def explain(plan: Plan, sequences: int | None = None) -> list[Section]:
 
 def summarize(plan: Plan) -> list[Section]:
     """The result and its evidence, without tables."""
-    return [_result(plan), Section(title="Evidence", sentences=_basis(plan))]
+    return [result(plan), Section(title="Evidence", sentences=_basis(plan))]
 
 
-def _result(plan: Plan) -> Section:
+def result(plan: Plan) -> Section:
+    """What was planned, and with which settings, memory and speed."""
     lossy = [f"{knob.replace('_', ' ')} {getattr(plan.candidate, knob)}" for knob in plan.candidate.lossy]
     peak = f"Peak {format_bytes(plan.peak_bytes)} of {format_bytes(plan.budget_bytes)} ({known_words(plan)})"
     return Section(
@@ -202,20 +203,25 @@ def _evidence(plan: Plan) -> Section:
     return Section(title="Evidence", sentences=tuple(sentences), table=table)
 
 
+def ended(plan: Plan) -> str:
+    """How the search went."""
+    why = ENDED.get(plan.ended, plan.ended)
+    if not plan.probes:
+        return sentence(why)
+    out = f"{plan.ooms or 'none'} ran out of memory"
+    return sentence(f"{times(plan.probes, 'probe')} in {format_seconds(plan.seconds)}, {out}; {why}")
+
+
 def _basis(plan: Plan) -> tuple[str, ...]:
     """How the search went, the three figures for the peak, and what limits their worth."""
     calibration, expected = plan.calibration, plan.expected
-    ended = ENDED.get(plan.ended, plan.ended)
-    if plan.probes:
-        out = f"{plan.ooms or 'none'} ran out of memory"
-        ended = f"{times(plan.probes, 'probe')} in {format_seconds(plan.seconds)}, {out}; {ended}"
     source = " after calibration" if calibration.ratio != 1 else ""
     sizes = [
         f"Estimate {format_bytes(plan.estimate.total_bytes)} by arithmetic",
         f"predicted {format_bytes(expected.peak_bytes)} (margin {format_bytes(expected.margin_bytes)}){source}",
         *([f"measured {format_bytes(plan.peak_bytes)}"] if plan.confirmed else []),
     ]
-    sentences = [sentence(ended), ", ".join(sizes) + "."]
+    sentences = [ended(plan), ", ".join(sizes) + "."]
     if plan.record is None and plan.ended != "estimate":
         sentences.append("The chosen candidate itself was not run: its figures are predicted.")
     elif not plan.confirmed and plan.record is not None:

@@ -4,7 +4,7 @@ HTML comes from one template, which escapes every text: a plan is a file that an
 """
 
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,11 +146,6 @@ def _print_line(line: "Text", console: "Console") -> None:
     """Print a line as it is, even if it is wider than the terminal."""
     line.rstrip()
     console.print(line, no_wrap=True, overflow="ignore", crop=False)
-
-
-def to_html(sections: Sequence[Section]) -> str:
-    """Sections for a notebook: the first is always visible, the others open with a click. No scripts, no links."""
-    return str(macros().notebook(sections))
 
 
 @cache

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def explain_task(plan: TaskPlan) -> list[Section]:
     """Everything that the plan of a task says."""
-    return [_result(plan), _why(plan), _evidence(plan), _fallbacks(plan), _start(plan), environment(plan)]
+    return [result(plan), _why(plan), _evidence(plan), _fallbacks(plan), _start(plan), environment(plan)]
 
 
 def show_task_result(plan: TaskPlan, path: Path | None, console: "Console") -> None:
@@ -30,11 +30,12 @@ def show_task_result(plan: TaskPlan, path: Path | None, console: "Console") -> N
 
 def summarize_task(plan: TaskPlan) -> Section:
     """The result, what it rests on and its evidence, without tables."""
-    result, why, evidence = _result(plan), _why(plan), _evidence(plan)
-    return Section(title=result.title, sentences=result.sentences + why.sentences[1:] + evidence.sentences)
+    first, why, evidence = result(plan), _why(plan), _evidence(plan)
+    return Section(title=first.title, sentences=first.sentences + why.sentences[1:] + evidence.sentences)
 
 
-def _result(plan: TaskPlan) -> Section:
+def result(plan: TaskPlan) -> Section:
+    """What was planned, and with which settings, memory and speed."""
     known = "by a trace alone" if plan.record is None else f"measured, {times(plan.record.passes, 'pass', 'es')}"
     parts = [f"Peak {format_bytes(plan.peak_bytes)} of {format_bytes(plan.budget_bytes)} ({known})"]
     if plan.seconds_per_step is not None:
@@ -63,10 +64,14 @@ def _why(plan: TaskPlan) -> Section:
     return Section(title="Why", sentences=(*sentences, *plan.notes))
 
 
-def _evidence(plan: TaskPlan) -> Section:
-    ended = (
+def ended(plan: TaskPlan) -> str:
+    """How the search went."""
+    return (
         f"{times(len(plan.records), 'probe')} in {format_seconds(plan.seconds)}, {plan.ooms or 'none'} of them failed."
     )
+
+
+def _evidence(plan: TaskPlan) -> Section:
     sizes = f"Estimate {format_bytes(plan.estimate.total_bytes)} by a trace, predicted "
     sizes += f"{format_bytes(plan.expected.peak_bytes)} (margin {format_bytes(plan.expected.margin_bytes)})."
     rows = tuple(
@@ -81,7 +86,7 @@ def _evidence(plan: TaskPlan) -> Section:
     )
     header = ("microbatch", "segments", "peak", "step", "verdict")
     table = Table(header=header, rows=rows, align="rrrrl", caption="Probes") if rows else None
-    return Section(title="Evidence", sentences=(ended, sizes), table=table)
+    return Section(title="Evidence", sentences=(ended(plan), sizes), table=table)
 
 
 def _fallbacks(plan: TaskPlan) -> Section:
