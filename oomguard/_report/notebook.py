@@ -14,7 +14,7 @@ from oomguard._report.tables import Section, Table, macros
 from oomguard._report.words import candidate_words, peak_words, sentence, spec_words, times
 from oomguard._spec.candidate import Candidate, Candidates
 
-LONGEST = 1.6  # the longest bar in budgets; a longer one is cut off there
+LONGEST = 12  # the longest bar in budgets; a longer one is cut off there
 
 
 class Bar(NamedTuple):
@@ -44,7 +44,7 @@ class Drawn(NamedTuple):
 def to_html(bars: list[Bar], budget_bytes: int | None, sections: list[Section]) -> str:
     """A title, bars beside the budget, and sections, of which all but the first are folded."""
     longest = max((bar.end_bytes for bar in bars), default=1)
-    whole = longest if budget_bytes is None else max(budget_bytes, min(longest, int(LONGEST * budget_bytes)))
+    whole = longest if budget_bytes is None else max(budget_bytes, min(longest, LONGEST * budget_bytes))
 
     def share(size_bytes: int, room: float = 100.0) -> float:
         return round(min(room, 100 * size_bytes / max(1, whole)), 2)
@@ -82,7 +82,7 @@ def estimate_html(estimate: Estimate) -> str:
     if isinstance(estimate.candidate, Candidates):
         return to_html([], None, [Section(title=estimate_line(estimate))])
     total, margin = int(estimate.total_bytes), int(estimate.margin_bytes)
-    fits = estimate.fits is not False
+    fits = estimate.budget_bytes is None or bool(estimate.fits)
     first = Section(
         title=f"{_answer(estimate)} on {estimate.device}",
         sentences=(sentence(candidate_words(estimate.candidate)), peak_words(str(estimate.moment)), *estimate.notes),

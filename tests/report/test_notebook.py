@@ -49,7 +49,7 @@ def values() -> dict[str, Any]:
 def test_a_notebook_shows_bars_first_and_folds_the_rest(name: str) -> None:
     page = values()[name]._repr_html_()
     assert page.index('class="bars"') < page.index("<details>")
-    assert "budget " in page
+    assert "The line is the budget, " in page
     assert "<script" not in page
     assert "http" not in page
 
@@ -78,10 +78,10 @@ def test_many_estimates_are_counted() -> None:
 
 
 def test_what_does_not_fit_is_marked_and_cut_off_before_it_fills_the_page() -> None:
-    page = to_html([Bar("peak", 1000, 0, fits=False), Bar("half", 50)], 100, [Section(title="x")])
+    page = to_html([Bar("peak", 5000, 0, fits=False), Bar("small", 60)], 100, [Section(title="x")])
     assert page.count('class="over cut"') == 1
     assert "width: 100.0%" in page
-    assert "width: 31.25%" in page
+    assert "width: 5.0%" in page
 
 
 def test_a_record_without_a_peak_says_why() -> None:
