@@ -28,6 +28,12 @@ ENDED = {
     "interrupted": "the search was interrupted, and this is the best plan known at that time",
     "estimate": "nothing was run: a plan for a device that is not present is made by arithmetic alone",
 }
+HEAPS = {
+    "tight": "Allocator tight: freed memory returns to the system at once, for the lowest peak.",
+    "fast": "Allocator fast: freed memory is kept and used again, which is faster and may raise the peak a little.",
+    "expandable": "Allocator expandable: PyTorch's blocks of memory can grow, so that less is lost between them.",
+}
+"""What the allocators of a plan do, for readers who have not met them."""
 AIMS = {"throughput": "fastest candidate", "microbatch": "largest microbatch", "seq": "longest sequences"}
 """The goal that each value of `--maximize` stands for."""
 
@@ -156,6 +162,8 @@ def _why(plan: Plan) -> Section:
     sentences += [_bought(gain, plain_fits=plan.plain.fits) for gain in plan.bought]
     if not plan.candidate.lossy:
         sentences.append("Every knob used is exact: the gradient is that of plain PyTorch, up to rounding.")
+    if plan.candidate.allocator in HEAPS:
+        sentences.append(HEAPS[plan.candidate.allocator])
     if plan.candidate.segments > 1:
         sentences.append(
             "The forward pass keeps only the states at the borders of segments; the backward pass recomputes the rest."

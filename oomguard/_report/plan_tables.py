@@ -70,7 +70,8 @@ def memory(plan: Plan) -> Section:
         sums=len(shown),
         caption="The terms of the estimate, the predicted and the measured peak, and the budget",
     )
-    return Section(title="Memory", sentences=(peak_words(ours.moment),), table=table)
+    words = "The runtime is Python and PyTorch themselves. The margin is added to a prediction, since predictions err."
+    return Section(title="Memory", sentences=(peak_words(ours.moment), words), table=table)
 
 
 def _size(size_bytes: int | None) -> str:
