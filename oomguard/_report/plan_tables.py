@@ -37,7 +37,7 @@ def _table(caption: str, rows: Rows, before: Columns, after: Columns, chosen: Ca
     ]
     columns = before | {"microbatch": [*map(rows_words, candidates)], "segments": [*map(pieces_words, candidates)]}
     columns |= ({"other knobs": other} if any(other) else {}) | after
-    return from_columns(columns, ("segments", "other knobs", "verdict"), caption)
+    return from_columns(columns, ("segments", "other knobs", "verdict"), caption, drops=("other knobs",))
 
 
 def _predicted(rows: Sequence[Bucket] | Sequence[Point] | Sequence[Rung]) -> Columns:

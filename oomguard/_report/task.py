@@ -103,5 +103,5 @@ def _start(plan: TaskPlan) -> Section:
     use = "The command trains the task. In your own loop, step(batch) replaces loss.backward() and optimizer.step()."
     exports = [f"export {name}={shlex.quote(value)}" for name, value in plan.exports.items()]
     command = f"oomguard train plan.json --model {shlex.quote(plan.task)}"
-    code = 'step = oomguard.stepper(oomguard.load_plan("plan.json"), model, loss, optimizer)'
-    return Section(title="Start", sentences=(use,), lines=(command, *exports, code))
+    code = 'plan = oomguard.load_plan("plan.json")', "step = oomguard.stepper(plan, model, loss, optimizer)"
+    return Section(title="Start", sentences=(use,), lines=(command, *exports, *code))

@@ -201,7 +201,8 @@ def _lines(over: Over, rows: pd.DataFrame) -> Table:
         columns["step time"] = [*map(format_seconds, rows["seconds_per_step"])]
     if rows["verdict"].notna().any():
         columns["measured"] = [*map(_measured_words, rows["measured_peak_bytes"], rows["verdict"])]
-    return from_columns(columns, [name for name in names if isinstance(over.get(name, [0])[0], str)])
+    words = [name for name in names if isinstance(over.get(name, [0])[0], str)]
+    return from_columns(columns, words, drops=("with margin",))
 
 
 def _measured_words(peak_bytes: Any, verdict: Any) -> str:
