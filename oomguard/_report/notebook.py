@@ -14,6 +14,7 @@ from oomguard._report.tables import Section, Table, macros
 from oomguard._report.words import candidate_words, peak_words, sentence, spec_words, times
 from oomguard._spec.candidate import Candidate, Candidates
 
+NAMES = {"runtime": "runtime (Python and PyTorch)"}  # terms whose names a newcomer may not know
 LONGEST = 12  # the longest bar in budgets; a longer one is cut off there
 
 
@@ -95,7 +96,7 @@ def estimate_html(estimate: Estimate) -> str:
     if estimate.parts:
         parts = tuple((name, format_bytes(size)) for name, size in estimate.parts.items())
         sections.append(Section(title="Parts of the model", table=Table(header=("", ""), rows=parts, align="lr")))
-    bars = [Bar("peak", total, margin, fits), *(Bar(name, size) for size, name in terms[:4])]
+    bars = [Bar("peak", total, margin, fits), *(Bar(NAMES.get(name, name), size) for size, name in terms[:4])]
     return to_html(bars, estimate.budget_bytes, sections)
 
 

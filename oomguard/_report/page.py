@@ -61,7 +61,9 @@ def plan_page(plan: Plan, sequences: int | None = None) -> str:
     tell("Estimating what the charts show")
     result, *sections = explain(plan, sequences)
     start = train_command(plan, "plan.json")
-    top = macros().result(*_verdict(plan), start, result.sentences[0], *_bars(plan), _facts(plan, sequences))
+    top = macros().result(
+        *_verdict(plan), start, " ".join(result.sentences[:-2]), *_bars(plan), _facts(plan, sequences)
+    )
     return _page(result.title, top, sections, redrawn_curves(plan))
 
 
