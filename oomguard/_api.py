@@ -519,10 +519,10 @@ def train(
 
             loaded, _ = plan_of_run(data, given)
         if loaded is not None and is_apart(loaded, isolate, in_notebook()):
-            content = packed(loaded, data, model, given, required=isolate is True)
-            if content is not None:
-                result: TaskResult = train_apart(loaded, content, follow)
-                return result
+            with packed(loaded, data, model, given, required=isolate is True) as content:
+                if content is not None:
+                    result: TaskResult = train_apart(loaded, content, follow)
+                    return result
         from oomguard._train.task_start import start_training
 
         return start_training(loaded, data, model, given, follow)

@@ -2,9 +2,11 @@
 
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from oomguard._core.errors import MisuseError
@@ -13,18 +15,27 @@ from oomguard._plan.task_value import TaskPlan
 from oomguard._plan.value import Plan
 
 
-def packed(*arguments: Any, required: bool) -> bytes | None:
-    """What the process needs, as bytes; functions and classes of scripts and notebooks are sent by value.
+@contextmanager
+def packed(*arguments: Any, required: bool) -> Iterator[Path | None]:
+    """A file with what the process needs: functions and classes of scripts and notebooks are sent by value.
 
-    None if that cannot be sent and is not required.
+    None if that cannot be sent and is not required. (A file leaves no second copy of the data in either process.)
     """
+    with tempfile.TemporaryDirectory(prefix="oomguard-") as folder:
+        path = Path(folder) / "training"
+        yield path if _is_written(path, arguments, required=required) else None
+
+
+def _is_written(path: Path, arguments: tuple[Any, ...], *, required: bool) -> bool:
     import cloudpickle
 
     try:
-        return bytes(cloudpickle.dumps(arguments))
+        with path.open("wb") as file:
+            cloudpickle.dump(arguments, file)
+        return True
     except Exception as error:  # pickling calls the user's code
         if not required:
-            return None
+            return False
         raise MisuseError(
             rule="A training in a process of its own needs data and a model that can be sent there",
             got=f"they cannot be pickled ({str(error)[:200]})",
@@ -41,7 +52,7 @@ def is_apart(plan: Plan | TaskPlan, isolate: bool | None, in_notebook: bool) -> 
     return in_notebook and any(os.environ.get(name) != value for name, value in plan.exports.items())
 
 
-def train_apart(plan: Plan | TaskPlan, content: bytes, progress: Callable[[Any], None] | None) -> Any:
+def train_apart(plan: Plan | TaskPlan, content: Path, progress: Callable[[Any], None] | None) -> Any:
     """Train in a new process; returns the result. Ctrl-C ends the training after its step, a second one at once."""
     import cloudpickle
 
@@ -60,13 +71,15 @@ def train_apart(plan: Plan | TaskPlan, content: bytes, progress: Callable[[Any],
     )
 
 
-def _train_here(content: bytes) -> bytes:
+def _train_here(content: Path) -> bytes:
     """In the child: train, and return the result as bytes."""
     import cloudpickle
 
     from oomguard._train.task_start import start_training
 
-    plan, data, model, options = cloudpickle.loads(content)
+    with content.open("rb") as file:
+        plan, data, model, options = cloudpickle.load(file)
+    content.unlink()
     return bytes(cloudpickle.dumps(start_training(plan, data, model, options, send_news)))
 
 
