@@ -4,7 +4,7 @@
 
 PYTHON ?= python3.11
 PY := .venv/bin/python
-PIP := $(PY) -m pip --disable-pip-version-check install --quiet -c constraints.txt
+PIP := $(PY) -m pip --disable-pip-version-check install -c constraints.txt
 # pip keeps no copies outside this folder. `make PIP_NO_CACHE_DIR=0 ...` lets it use its cache.
 export PIP_NO_CACHE_DIR ?= 1
 # mkdocs-material advertises its successor on every build.

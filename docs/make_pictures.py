@@ -1,10 +1,11 @@
 """Refresh what README.md and the pages of docs/ show: the screens of commands, the picture and the comparison.
 
-    python docs/make_pictures.py [--only screens|picture|comparison] [PAGE ...]
+    python docs/make_pictures.py [--only screens|picture|comparison|shots] [PAGE ...]
 
 A screen is the output below a line `$ oomguard ...` in a `console` block; the blocks of a page run in order in one
 temporary directory. With the two searches of README.md and the quickstart this takes about ten minutes. The picture is
-docs/segments.png, by arithmetic. The comparison of README.md is made from benchmarks/results/.
+docs/segments.png, by arithmetic. The comparison of README.md is made from benchmarks/results/. Pictures of screens, in
+docs/screens/, are taken by make_shots.py.
 """
 
 import argparse
@@ -234,13 +235,17 @@ def main() -> None:
         "pages", nargs="*", type=Path, metavar="PAGE", help="pages whose screens are refreshed (default: all)"
     )
     parser.add_argument(
-        "--only", choices=["screens", "picture", "comparison"], help="refresh only this (default: all three)"
+        "--only", choices=["screens", "picture", "comparison", "shots"], help="refresh only this (default: all)"
     )
     args = parser.parse_args()
     if args.only in (None, "picture"):
         refresh_picture()
     if args.only in (None, "comparison"):
         README.write_text(with_comparison(README.read_text(encoding="utf-8")), encoding="utf-8")
+    if args.only in (None, "shots"):
+        from make_shots import take_shots
+
+        take_shots()
     if args.only in (None, "screens"):
         for page in [path.resolve() for path in args.pages] or PAGES:
             refresh_screens(page)

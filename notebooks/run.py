@@ -11,6 +11,7 @@ import os
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import nbformat
 from jupyter_client.kernelspec import KernelSpecManager
@@ -48,10 +49,17 @@ def execute(source: Path, target: Path) -> None:
     NotebookClient(notebook, kernel_manager_class=OwnKernel, timeout=CELL_SECONDS, resources=resources).execute()
     for number, cell in enumerate(notebook.cells):
         cell.id = f"cell-{number}"
+        if "outputs" in cell:
+            cell.outputs = [output for output in cell.outputs if not is_empty(output)]
         for name in VOLATILE:
             cell.metadata.pop(name, None)
     notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     nbformat.write(notebook, target)
+
+
+def is_empty(output: Any) -> bool:
+    """Whether an output shows nothing, as progress does when it has ended."""
+    return output.output_type == "display_data" and not any(output.data.values())
 
 
 def main() -> None:
@@ -65,6 +73,8 @@ def main() -> None:
         os.environ["OOMGUARD_CACHE"] = ""  # no calibration of an earlier search is used
         for source in args.notebooks or sorted(HERE.glob("*.ipynb")):
             began = time.monotonic()
+            if args.output is not None:
+                args.output.mkdir(parents=True, exist_ok=True)
             execute(source, (args.output or source.parent) / source.name)
             print(f"{source.name}: {time.monotonic() - began:.0f} s")
 

@@ -3,22 +3,41 @@
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
 import msgspec
 
+from oomguard._arguments import (
+    DataFields,
+    Fields,
+    PlanCall,
+    PlanFields,
+    ProbeCall,
+    ResumeFields,
+    TrainArguments,
+    TrainCall,
+    takes,
+)
 from oomguard._core.errors import MisuseError, check_names, check_whole, conflict, flag, shown
+from oomguard._core.progress import tell
 from oomguard._core.units import MAX_BYTES, parse_seconds, read_budget
+from oomguard._data.options import DataOptions
 from oomguard._device.find import find_budget, find_target
 from oomguard._estimate.breakdown import Estimate, estimate_batch, estimate_step, margin_bytes
 from oomguard._estimate.target import Target
 from oomguard._probe.record import Record, TaskRecord
 from oomguard._probe.runner import TIMEOUT_SECONDS, Runner
+from oomguard._report.progress import following, search_status, showing, train_statuses
+from oomguard._report.screens import in_notebook
+from oomguard._report.words import spec_words
 from oomguard._spec.candidate import KNOBS, Candidate, Candidates
 from oomguard._spec.read import read_candidate, read_spec
 from oomguard._spec.spec import MAX_SEQ, Spec
 from oomguard._task.ask import SECONDS
 from oomguard._task.task import USUAL_ROWS, Task
+from oomguard._train import TrainOptions
+from oomguard._train.apart import is_apart, packed, train_apart
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -37,6 +56,7 @@ if TYPE_CHECKING:
     from oomguard._train.loop import Result, TaskResult, TrainProgress
 
 
+@takes(Spec, Candidate)
 def estimate(
     spec: Spec | Task | str | None = None,
     candidate: Candidate | Candidates | None = None,
@@ -47,7 +67,8 @@ def estimate(
     training: bool = True,
     steps: int | None = None,
     timeout: float | str = SECONDS,
-    **fields: Any,
+    progress: bool = True,
+    **fields: Unpack[Fields],
 ) -> Estimate:
     """Estimate the peak memory of one optimizer step by arithmetic, or of an evaluation pass with `training=False`.
 
@@ -59,22 +80,24 @@ def estimate(
 
     A `Task`, or its name "package.module:task", is traced in a child process, with `steps` time steps, or with the
     longest samples of its data. `parts` of the result are its modules. It takes a few seconds, at most `timeout`, which
-    is seconds or text such as "5min".
+    is seconds or text such as "5min"; `progress` shows what is done meanwhile.
 
     >>> estimate(cell="lstm", seq=1000, device="a100-80gb", budget="6GiB").fits
     True
     >>> estimate(Spec(cell="lstm", seq=1000), microbatch=[1, 32], device="a100-80gb").fits.tolist()
     [True, True]
     """
+    given: dict[str, Any] = {**fields}
     target = find_target(device)
     if isinstance(spec, Task | str):
         given_bytes = _budget_bytes(budget, budget_bytes)
         how: dict[str, Any] = {"training": training, "steps": steps, "seconds": parse_seconds(timeout, "timeout")}
-        traced = _estimate_task(spec, candidate, target, fields, **how)
+        with showing(progress):
+            traced = _estimate_task(spec, candidate, target, given, **how)
         return replace(traced, budget_bytes=find_budget(device).limit_bytes if given_bytes is None else given_bytes)
     if steps is not None:
-        fields["steps"] = steps
-    spec, candidate, limit_bytes = _read(spec, candidate, fields, budget, budget_bytes)
+        given["steps"] = steps
+    spec, candidate, limit_bytes = _read(spec, candidate, given, budget, budget_bytes)
     if limit_bytes is None:
         limit_bytes = find_budget(device).limit_bytes
     if isinstance(candidate, Candidates):
@@ -98,13 +121,14 @@ def _estimate_task(
 
 
 @overload
-def probe(spec: Task | str, *, steps: int | None = None, **fields: Any) -> TaskRecord: ...
+def probe(spec: Task | str, *, steps: int | None = None, **fields: Unpack[ProbeCall]) -> TaskRecord: ...
 
 
 @overload
-def probe(spec: Spec | None = None, candidate: Candidate | None = None, **fields: Any) -> Record: ...
+def probe(spec: Spec | None = None, candidate: Candidate | None = None, **fields: Unpack[ProbeCall]) -> Record: ...
 
 
+@takes(Spec, Candidate)
 def probe(
     spec: Spec | Task | str | None = None,
     candidate: Candidate | None = None,
@@ -114,7 +138,8 @@ def probe(
     budget_bytes: int | None = None,
     timeout: float | str = TIMEOUT_SECONDS,
     steps: int | None = None,
-    **fields: Any,
+    progress: bool = True,
+    **fields: Unpack[Fields],
 ) -> Record | TaskRecord:
     """Run a few real steps of one candidate in a child process that is limited to the budget, and record the result.
 
@@ -128,17 +153,21 @@ def probe(
     >>> record.verdict.name, record.steps
     ('FITS', 3)
     """
+    given: dict[str, Any] = {**fields}
     if isinstance(spec, Task | str):
         limit_bytes = _budget_bytes(budget, budget_bytes)
-        return _probe_task(spec, candidate, device, limit_bytes, parse_seconds(timeout, "timeout"), steps, fields)
+        with showing(progress):
+            tell("Reading the task")
+            return _probe_task(spec, candidate, device, limit_bytes, parse_seconds(timeout, "timeout"), steps, given)
     if steps is not None:
-        fields["steps"] = steps
-    spec, chosen, limit_bytes = _read(spec, candidate, fields, budget, budget_bytes)
+        given["steps"] = steps
+    spec, chosen, limit_bytes = _read(spec, candidate, given, budget, budget_bytes)
     if isinstance(chosen, Candidates):
         raise MisuseError(
             rule="A probe runs one candidate", got="got several", advice="Probe them one by one in a Runner."
         )
-    with Runner(device, timeout=parse_seconds(timeout, "timeout")) as runner:
+    with showing(progress), Runner(device, timeout=parse_seconds(timeout, "timeout")) as runner:
+        tell(f"Running a few steps of {spec_words(spec)} in a process of its own")
         return runner.probe(spec, chosen, budget_bytes=limit_bytes)
 
 
@@ -161,19 +190,21 @@ def _probe_task(
         candidate = Candidate(**{"microbatch": rows} | knobs)
     source = send(task, candidate.microbatch * candidate.accumulation, steps)
     asked: dict[str, Any] = {"name": name_of(task), "content": source if isinstance(source, bytes) else None}
+    tell(f"Running a few steps of {name_of(task)} in a process of its own")
     asked |= {"candidate": candidate, "rows": None, "seq": steps, "budget_bytes": budget_bytes}
     with Runner(device, timeout=timeout) as runner:
         return runner.probe_task(**asked)
 
 
 @overload
-def find_feasible_config(spec: Task | str, *, steps: int | None = None, **fields: Any) -> "TaskPlan": ...
+def find_feasible_config(spec: Task | str, *, steps: int | None = None, **fields: Unpack[PlanCall]) -> "TaskPlan": ...
 
 
 @overload
-def find_feasible_config(spec: Spec | None = None, **fields: Any) -> "Plan": ...
+def find_feasible_config(spec: Spec | None = None, **fields: Unpack[PlanCall]) -> "Plan": ...
 
 
+@takes(Spec, DataOptions)
 def find_feasible_config(
     spec: Spec | Task | str | None = None,
     *,
@@ -189,8 +220,8 @@ def find_feasible_config(
     sampler: str = "auto",
     ledger: str | None = None,
     storage: str | None = None,
-    progress: "Callable[[Progress], None] | None" = None,
-    **fields: Any,
+    progress: "Callable[[Progress], None] | bool" = True,
+    **fields: Unpack[PlanFields],
 ) -> "Plan | TaskPlan":
     """Search for the fastest (or largest, or longest) candidate that fits, with real probes, and return a `Plan`.
 
@@ -200,8 +231,9 @@ def find_feasible_config(
     which a step takes at most `step_time` (default: a minute) and that can be run within `timeout`.
     Several devices, "cuda:0,cuda:1", search together. With `data`, as `train` takes it, features, outputs, vocabulary,
     head, loss and lengths are those of the data, and the plan keeps how it is read (`id`, `target`, `stride`, ...).
-    With `sampler` "gp", "tpe" or "random" one of Optuna's samplers explores, for comparison. Raises `NothingFitsError`
-    if nothing fits.
+    With `sampler` "gp", "tpe" or "random" one of Optuna's samplers explores, for comparison. `progress` shows how far
+    the search is, on a terminal, in a notebook or as lines of a log; a function takes a `Progress` before and after
+    every probe instead. Raises `NothingFitsError` if nothing fits.
 
     A `Task`, or its name "package.module:task", is traced and then probed at most 3 times with its worst batch: of
     `steps` time steps, or of the longest samples of its data. The batch, that of its loader unless
@@ -213,26 +245,31 @@ def find_feasible_config(
     >>> plan.ooms, plan.candidate.microbatch * plan.candidate.accumulation >= 4
     (0, True)
     """
+    given: dict[str, Any] = {**fields}
     if isinstance(spec, Task | str):
         for name, value in (("data", data), ("ledger", ledger), ("storage", storage), ("step_time", step_time)):
             if value is not None:
                 rule = f"The plan of a task does not take {name}"
                 raise MisuseError(rule=rule, got=f"got {shown(value)}", advice="Leave it out.")
         most = {"max_probes": max_probes, "seconds": parse_seconds(timeout, "timeout")}
-        return _plan_task(spec, fields, budget, device, maximize, allow, steps, most)
+        with showing(bool(progress)):
+            return _plan_task(spec, given, budget, device, maximize, allow, steps, most)
     from oomguard._plan.find import find_plan
     from oomguard._search.run import Limits
 
     if steps is not None:
-        fields["steps"] = steps
+        given["steps"] = steps
     limits = Limits(max_probes=max_probes, seconds=parse_seconds(timeout, "timeout"))
     more = {"limits": limits, "sampler": sampler, "ledger": ledger, "storage": storage}
     if step_time is not None:
         more["step_seconds"] = parse_seconds(step_time, "step_time")
     read = None
     if data is not None:
-        (fields, read), spec = _with_data(spec, data, fields), None
-    plan = find_plan(_question(spec, fields, budget, device, maximize, allow, **more), progress)
+        (given, read), spec = _with_data(spec, data, given), None
+    question = _question(spec, given, budget, device, maximize, allow, **more)
+    with following(progress, search_status) as follow:
+        tell("Estimating what fits")
+        plan = find_plan(question, follow)
     return plan if read is None else msgspec.structs.replace(plan, data=read)
 
 
@@ -263,6 +300,7 @@ def _plan_task(
     return find_task_plan(question)
 
 
+@takes(Spec)
 def sampler(
     spec: Spec | None = None,
     *,
@@ -270,7 +308,7 @@ def sampler(
     device: str = "cpu",
     maximize: str | Sequence[str] = "throughput",
     allow: str | Sequence[str] = "precision",
-    **fields: Any,
+    **fields: Unpack[Fields],
 ) -> "Sampler":
     """The sampler of `find_feasible_config`, an `optuna.samplers.BaseSampler`, for a study of your own.
 
@@ -283,9 +321,10 @@ def sampler(
     >>> chosen.suggest(trial).candidate.threads
     1
     """
+    given: dict[str, Any] = {**fields}
     from oomguard._plan.find import make_sampler
 
-    return make_sampler(_question(spec, fields, budget, device, maximize, allow))
+    return make_sampler(_question(spec, given, budget, device, maximize, allow))
 
 
 def _question(
@@ -317,6 +356,7 @@ def _question(
     )
 
 
+@takes(Spec)
 def tradeoffs(
     spec: Spec | Task | str | None = None,
     *,
@@ -325,7 +365,8 @@ def tradeoffs(
     budget: int | str | None = None,
     measured: Any = None,
     steps: int | None = None,
-    **fields: Any,
+    progress: bool = True,
+    **fields: Unpack[Fields],
 ) -> "DataFrame":
     """Compare candidates in memory and speed: a DataFrame with one row per candidate.
 
@@ -336,11 +377,13 @@ def tradeoffs(
 
     The candidates of a `Task`, or of its name "package.module:task", are traced with `steps` time steps, or with the
     longest samples of its data. Their microbatch, segments, precision and seq can vary. There are no speeds.
+    `progress` shows what is done meanwhile.
 
     >>> table = tradeoffs(cell="lstm", seq=1000, over={"microbatch": [8, 32], "segments": [1, 10]}, budget="1GiB")
     >>> table[["microbatch", "segments", "fits"]].values.tolist()
     [[8, 1, True], [8, 10, True], [32, 1, False], [32, 10, True]]
     """
+    given: dict[str, Any] = {**fields}
     if isinstance(spec, Task | str):
         from oomguard._report.task_table import make_task_table
 
@@ -349,15 +392,18 @@ def tradeoffs(
             raise MisuseError(rule=rule, got=f"got measured {shown(measured)}", advice="Leave it out.")
         check_whole("steps", steps, 1, MAX_SEQ)
         where: dict[str, Any] = {"device": device or "cpu", "budget_bytes": read_budget(budget)}
-        return make_task_table(spec, over=over, steps=steps, **where, **fields)
+        with showing(progress):
+            return make_task_table(spec, over=over, steps=steps, **where, **given)
     from oomguard._report.subject import find_subject
     from oomguard._report.tradeoffs import make_table
 
     if steps is not None:
-        fields["steps"] = steps
-    return make_table(find_subject(spec, over=over, device=device, budget=budget, measured=measured, **fields))
+        given["steps"] = steps
+    with showing(progress):
+        return make_table(find_subject(spec, over=over, device=device, budget=budget, measured=measured, **given))
 
 
+@takes(Spec)
 def curves(
     about: "Plan | Spec | None" = None,
     *,
@@ -365,7 +411,7 @@ def curves(
     device: str | None = None,
     budget: int | str | None = None,
     measured: Any = None,
-    **fields: Any,
+    **fields: Unpack[Fields],
 ) -> "list[Curve]":
     """Charts of a plan, or of a model as `tradeoffs` takes it. Each answers one question.
 
@@ -375,13 +421,14 @@ def curves(
     >>> [curve.name for curve in curves(cell="gru", seq=100, device="t4", hidden=8, layers=1)][:3]
     ['front', 'region', 'segments']
     """
+    given: dict[str, Any] = {**fields}
     from oomguard._plan.value import Plan
     from oomguard._report.curves import curves_of
     from oomguard._report.subject import find_subject
 
     if isinstance(about, Plan):
         about, measured = None, about
-    return curves_of(find_subject(about, over=over, device=device, budget=budget, measured=measured, **fields))
+    return curves_of(find_subject(about, over=over, device=device, budget=budget, measured=measured, **given))
 
 
 def guard(
@@ -413,12 +460,12 @@ def guard(
 
 @overload
 def train(
-    plan: "TaskPlan | str | os.PathLike[str] | None", data: Task, model: None = None, **options: Any
+    plan: "TaskPlan | str | os.PathLike[str] | None", data: Task, model: None = None, **options: Unpack[TrainCall]
 ) -> "TaskResult": ...
 
 
 @overload
-def train(plan: "TaskPlan | None", data: str, model: None = None, **options: Any) -> "TaskResult": ...
+def train(plan: "TaskPlan | None", data: str, model: None = None, **options: Unpack[TrainCall]) -> "TaskResult": ...
 
 
 @overload
@@ -426,23 +473,29 @@ def train(
     plan: "Plan | str | os.PathLike[str]",
     data: Any = None,
     model: Callable[..., Any] | str | None = None,
-    **options: Any,
+    **options: Unpack[TrainCall],
 ) -> "Result": ...
 
 
+@takes(TrainOptions, DataOptions)
 def train(
     plan: "Plan | TaskPlan | str | os.PathLike[str] | None",
     data: Any = None,
     model: Callable[..., Any] | str | None = None,
     *,
-    progress: "Callable[[TrainProgress], None] | None" = None,
-    **options: Any,
+    progress: "Callable[[TrainProgress], None] | bool" = True,
+    isolate: bool | None = None,
+    **options: Unpack[TrainArguments],
 ) -> "TaskResult":
     """Train a plan, or the plan in a file, on data: a path, an array, a DataFrame, a Dataset, or pairs.
 
     Without data, it is that of the plan or of the run that is resumed, read in the same way; options change that.
     Options are the fields of `TrainOptions` (`epochs`, `steps`, `lr`, `run`, `resume`, ...) and of `DataOptions`
-    (`target`, `validation`, `seed`, ...). Raises `GuardError` if memory runs out on the last fallback.
+    (`target`, `validation`, `seed`, ...). `progress` shows how far the training is; a function takes a `TrainProgress`
+    after every step instead. Raises `GuardError` if memory runs out on the last fallback.
+
+    With `isolate`, the training runs in a process of its own, which starts with the settings of the heap that the plan
+    was made for: then it peaks where the plan says. The result is the same. It is the default in notebooks.
 
     A `Task`, or its name "package.module:task", takes the place of data. It has its own optimizer, scheduler and
     validation data, so options are `seed` and those of `TrainOptions` without the learning rate. If plan is None, the
@@ -456,40 +509,57 @@ def train(
     >>> result.steps, result.ended
     (20, 'done')
     """
-    from oomguard._data.options import DataOptions
+    given: dict[str, Any] = {**options}
     from oomguard._plan.store import load_plan
     from oomguard._plan.task_value import TaskPlan
-    from oomguard._plan.value import Plan
-    from oomguard._train import TrainOptions
-    from oomguard._train.start import run_training
 
     loaded = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
     if loaded is None or isinstance(loaded, TaskPlan):
-        from oomguard._train.task_start import run_task_training
-
         if model is not None:
             raise conflict("A task has its own model", "a task", "model")
-        return run_task_training(loaded, data, options, progress)
+    else:
+        _check_training(loaded, data, given)
+    with following(progress, train_statuses()) as follow:
+        tell("Starting PyTorch")
+        if loaded is None and (isolate or (isolate is None and in_notebook())):
+            from oomguard._train.task_start import plan_of_run
+
+            loaded, _ = plan_of_run(data, given)
+        if loaded is not None and is_apart(loaded, isolate, in_notebook()):
+            with packed(loaded, data, model, given, required=isolate is True) as content:
+                if content is not None:
+                    result: TaskResult = train_apart(loaded, content, follow)
+                    return result
+        from oomguard._train.task_start import start_training
+
+        return start_training(loaded, data, model, given, follow)
+
+
+def _check_training(plan: object, data: Any, options: dict[str, Any]) -> None:
+    """Raise if the model of a spec cannot be trained in this way."""
+    from oomguard._plan.value import Plan
+
     check_names("option", options, [*TrainOptions.__struct_fields__, *DataOptions.__struct_fields__])
     if isinstance(data, Task):
         rule, advice = "A task is trained with the plan of a task", "Make one: oomguard.find_feasible_config(task)."
         raise MisuseError(rule=rule, got="this plan is for a spec", advice=advice)
-    if not isinstance(loaded, Plan):
+    if not isinstance(plan, Plan):
         raise MisuseError(
             rule="train takes a plan or the path of a plan file",
-            got=f"got {shown(loaded)}",
+            got=f"got {shown(plan)}",
             advice="Give what find_feasible_config or load_plan returns, or the path of plan.json.",
         )
-    return run_training(loaded, data, options, model, progress)
 
 
+@takes()
 def resume(
     run: str | os.PathLike[str],
     data: Any = None,
     model: Callable[..., Any] | str | None = None,
     *,
-    progress: "Callable[[TrainProgress], None] | None" = None,
-    **options: Any,
+    progress: "Callable[[TrainProgress], None] | bool" = True,
+    isolate: bool | None = None,
+    **options: Unpack[ResumeFields],
 ) -> "Result":
     """Go on with a run from its newest checkpoint, with its own plan, data and options.
 
@@ -503,10 +573,14 @@ def resume(
     ...     resume(directory, numbers, steps=5).steps
     5
     """
+    given: dict[str, Any] = {**options}
     plan = os.path.join(run, "plan.json")
-    return train(plan, data, model, progress=progress, **options | {"run": os.fspath(run), "resume": True})
+    return train(
+        plan, data, model, progress=progress, isolate=isolate, **given | {"run": os.fspath(run), "resume": True}
+    )
 
 
+@takes()
 def predict(
     run: str | os.PathLike[str],
     data: Any = None,
@@ -518,7 +592,8 @@ def predict(
     probabilities: bool = False,
     device: str | None = None,
     model: Callable[..., Any] | str | None = None,
-    **options: Any,
+    progress: bool = True,
+    **options: Unpack[DataFields],
 ) -> Any:
     """Predict every sequence of some data with the model of a run: the best by validation, otherwise the last.
 
@@ -544,25 +619,32 @@ def predict(
     ...     predict(directory, numbers[:5]).shape
     (5, 8, 1)
     """
-    from oomguard._data.options import DataOptions
-
+    given: dict[str, Any] = {**options}
     drawn = {"prompt": prompt, "length": length, "temperature": temperature}
-    if given := {name: value for name, value in drawn.items() if value is not None}:
-        return _predict_text(run, given | options, data, output, probabilities, device, model)
-    from oomguard._train.evaluate import run_prediction
-    from oomguard._train.settings import is_task_run
-    from oomguard._train.task_predict import run_task_prediction
+    if asked := {name: value for name, value in drawn.items() if value is not None}:
+        return _predict_text(run, asked | given, data, output, probabilities, device, model)
+    from oomguard._train.settings import check_predicted, is_task_run
 
-    check_names("option", options, DataOptions.__struct_fields__)
+    check_names("option", given, DataOptions.__struct_fields__)
     if is_task_run(run):
-        for name in (*options, *(["probabilities"] if probabilities else [])):
+        for name in (*given, *(["probabilities"] if probabilities else [])):
             rule, advice = f"{flag(name)} is for the run of a spec", "Leave it out."
             raise MisuseError(rule=rule, got=f"{run} is the run of a task", advice=advice)
-        return run_task_prediction(run, model if data is None else data, output=output, device=device)  # type: ignore[arg-type]
+        with showing(progress):
+            tell("Starting PyTorch")
+            from oomguard._train.task_predict import run_task_prediction
+
+            return run_task_prediction(run, model if data is None else data, output=output, device=device)  # type: ignore[arg-type]
     if isinstance(data, Task):
         advice = "Give the run of a task, or data."
         raise MisuseError(rule="A task is predicted with its own run", got=f"{run} is none", advice=advice)
-    return run_prediction(run, data, options, output=output, probabilities=probabilities, device=device, model=model)
+    check_predicted(Path(run), data, output, given)
+    with showing(progress):
+        tell("Starting PyTorch")
+        from oomguard._train.evaluate import run_prediction
+
+        more: dict[str, Any] = {"output": output, "probabilities": probabilities, "device": device, "model": model}
+        return run_prediction(run, data, given, **more)
 
 
 def _predict_text(
@@ -601,8 +683,6 @@ def load_weights(run: str | os.PathLike[str], model: "Model") -> "Model":
     >>> torch.equal(model.weight_hh_l0, result.model.weight_hh_l0)
     True
     """
-    from pathlib import Path
-
     from oomguard._train.checkpoint import load_weights as load_into
     from oomguard._train.evaluate import find_checkpoint
 
@@ -641,7 +721,7 @@ def _budget_bytes(budget: int | str | None, budget_bytes: int | None) -> int | N
 def _with_data(spec: Spec | None, data: Any, fields: dict[str, Any]) -> tuple[dict[str, Any], "PlanData"]:
     """The fields of the spec with what the data says, and the knobs; and how the data is read."""
     from oomguard._data.infer import spec_from_data
-    from oomguard._data.options import CUTTING, DataOptions
+    from oomguard._data.options import CUTTING
 
     options = DataOptions(**{name: value for name, value in fields.items() if name in CUTTING})
     own, knobs = _split({name: value for name, value in fields.items() if name not in CUTTING})

@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from oomguard._cli import commands
-from oomguard._cli.commands import BROKEN_PIPE, DOES_NOT_FIT, FITS, INTERRUPTED, MISUSE, Answer, app, say
+from oomguard._cli.commands import BROKEN_PIPE, DOES_NOT_FIT, FITS, INTERRUPTED, MISUSE, Answer, Restart, app, say
 from oomguard._core.errors import GuardError, MisuseError, nearest, shown, unknown
 
 __all__ = ["app", "main", "run"]
@@ -46,6 +46,9 @@ def run(words: list[str]) -> int:
     except UsageError as error:
         say(str(_usage_error(error, words)))
         return MISUSE
+    except Restart as restart:
+        restart.do()
+        raise
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except BrokenPipeError:  # the reader has closed the pipe; Python must not write to it again at exit

@@ -13,8 +13,9 @@ import msgspec
 import typer
 
 from oomguard._cli import flags, parsing
-from oomguard._cli.flags import JSON, SPEC, Flag, Group, add_command, flowing
+from oomguard._cli.flags import JSON, LOUDNESS, SPEC, Flag, Group, add_command, flowing
 from oomguard._core.errors import MisuseError, check_whole, conflict, visible, wrong
+from oomguard._core.progress import tell
 from oomguard._core.units import read_budget
 from oomguard._spec.read import PRESETS
 
@@ -84,7 +85,14 @@ _PRESETS = "\n\n".join(
 )
 
 
-@_command("estimate", epilog=_PRESETS, Spec=SPEC, Candidate=_ESTIMATED, Where=flags.WHERE, Output=[flags.TRACED, JSON])
+@_command(
+    "estimate",
+    epilog=_PRESETS,
+    Spec=SPEC,
+    Candidate=_ESTIMATED,
+    Where=flags.WHERE,
+    Output=[flags.TRACED, *LOUDNESS, JSON],
+)
 def _estimate(*, device: str = "cpu", budget: str | None = None, json: bool = False, **values: Any) -> Answer:
     """Estimate the peak memory of one candidate by arithmetic: no run, no GPU, no torch.
 
@@ -128,7 +136,10 @@ def _estimate(*, device: str = "cpu", budget: str | None = None, json: bool = Fa
     return _answer(json, lambda: to_json(result), show, FITS if result.fits else DOES_NOT_FIT)
 
 
-@_command("probe", Spec=SPEC, Candidate=flags.PROBED, Where=flags.HERE, Output=[flags.TIMEOUT, flags.LEDGER, JSON])
+_PROBED = [flags.TIMEOUT, flags.LEDGER, *LOUDNESS, JSON]
+
+
+@_command("probe", Spec=SPEC, Candidate=flags.PROBED, Where=flags.HERE, Output=_PROBED)
 def _probe(*, device: str = "cpu", budget: str | None = None, json: bool = False, **values: Any) -> Answer:
     """Run a few real steps of one candidate in a child process, and compare them with the estimate.
 
@@ -192,7 +203,6 @@ def _plan(*, device: str = "cpu", output: str = "plan.json", json: bool = False,
     from oomguard._plan.task_value import TaskPlan
     from oomguard._plan.value import NothingFitsError, Plan
     from oomguard._report.plan import explain_shortfall, plan_json, shortfall_json, show_result, unmeasured_words
-    from oomguard._report.progress import live
     from oomguard._report.tables import show_sections
     from oomguard._report.task import show_task_result
 
@@ -202,11 +212,8 @@ def _plan(*, device: str = "cpu", output: str = "plan.json", json: bool = False,
     options = parsing.read_options(values, [flags.BUDGET, *flags.SEARCH])
     plan: Plan | TaskPlan
     try:
-        if name is not None:
-            plan = find_feasible_config(name, device=device, **options, **fixed)
-        else:
-            with live(quiet=json) as progress:
-                plan = find_feasible_config(device=device, progress=progress, **options, **fixed)
+        asked: dict[str, Any] = {"device": device} | options | fixed
+        plan = find_feasible_config(**asked) if name is None else find_feasible_config(name, **asked)
     except NothingFitsError as error:
         shortfall = error.shortfall
         text = partial(show_sections, explain_shortfall(shortfall, spec, device), first_style="bold red")
@@ -225,10 +232,11 @@ def _plan(*, device: str = "cpu", output: str = "plan.json", json: bool = False,
     return _answer(json, lambda: plan_json(plan), show, code)
 
 
+_TRAINING = [*LOUDNESS, JSON]
 _TASK: dict[str, Any] = {"Plan of a task (if there is none yet)": flags.TASK_PLANNED}
 
 
-@_command("train", PLAN._replace(optional=True), Data=flags.DATA, Training=flags.TRAINED, **_TASK, Output=[JSON])
+@_command("train", PLAN._replace(optional=True), Data=flags.DATA, Training=flags.TRAINED, **_TASK, Output=_TRAINING)
 def _train(*, plan: str | None = None, json: bool = False, **values: Any) -> Answer:
     """Train a plan on data. If memory gets tight, the guard falls back to a smaller candidate and loses nothing.
 
@@ -250,12 +258,13 @@ def _train(*, plan: str | None = None, json: bool = False, **values: Any) -> Ans
     """
     from oomguard._plan.store import load_plan
     from oomguard._plan.value import Plan
-    from oomguard._report.progress import follow, result_json, show_training
+    from oomguard._report.progress import result_json, show_training
     from oomguard._train.settings import settle
 
     loaded = None if plan is None else load_plan(plan)
     data, options = parsing.read_training(values, loaded)
     if loaded is None:
+        tell("Starting PyTorch")
         from oomguard._train.task_start import plan_of_run
 
         loaded, path = plan_of_run(data, options)
@@ -268,15 +277,14 @@ def _train(*, plan: str | None = None, json: bool = False, **values: Any) -> Ans
     from oomguard._api import train
 
     first = os.environ.get("RANK", "0") == "0"  # of several processes that torchrun started, one prints
-    with follow(quiet=json or not first) as progress:
-        result = train(loaded, data, progress=progress, **options)
+    result = train(loaded, data, **options)
     code = INTERRUPTED if result.ended == "interrupted" else FITS
     if not first:
         return Answer("", code)
     return _answer(json, lambda: result_json(result), partial(show_training, result), code)
 
 
-@_command("resume", RUN, Data=flags.DATA, Training=flags.RESUMED, Output=[JSON])
+@_command("resume", RUN, Data=flags.DATA, Training=flags.RESUMED, Output=[*LOUDNESS, JSON])
 def _resume(*, run: str, **values: Any) -> Answer:
     """Go on with a training run, with its own plan, data and options.
 
@@ -384,7 +392,7 @@ def _task_tradeoffs(
     return _answer(json, lambda: task_table_json(table), partial(show_task_table, table, path), code)
 
 
-@_command("show", PLAN, Output=[flags.SEQUENCES, flags.HTML, flags.FORCE, JSON])
+@_command("show", PLAN, Output=[flags.SEQUENCES, flags.HTML, flags.FORCE, *LOUDNESS, JSON])
 def _show(*, plan: str, html: str | None = None, json: bool = False, **values: Any) -> Answer:
     """Explain a plan: the choice and its reasons, the evidence, what to expect, and the fallbacks.
 
@@ -490,6 +498,20 @@ def _devices(*, cards: bool = False, json: bool = False, **_: Any) -> Answer:
 started_with: list[str] | None = None  # the arguments of this process, if it was started by the command
 
 
+class Restart(BaseException):
+    """Asks for this process to start again. It is raised, so that all that is shown and open is closed before."""
+
+    def __init__(self, words: list[str], exports: dict[str, str]) -> None:
+        super().__init__(words, exports)
+        self.words, self.exports = words, exports
+
+    def do(self) -> None:
+        """Replace this process."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execve(sys.executable, [sys.executable, "-m", "oomguard", *self.words], os.environ | self.exports)
+
+
 def _restart_with(exports: dict[str, str], plan: Path | None = None) -> None:
     """Replace this process by the same command with these variables: allocators read them when a process starts.
 
@@ -497,10 +519,8 @@ def _restart_with(exports: dict[str, str], plan: Path | None = None) -> None:
     """
     if started_with is None or all(os.environ.get(name) == value for name, value in exports.items()):
         return
-    sys.stdout.flush()
-    sys.stderr.flush()
     words = [started_with[0], *([] if plan is None else [str(plan)]), *started_with[1:]]
-    os.execve(sys.executable, [sys.executable, "-m", "oomguard", *words], os.environ | exports)
+    raise Restart(words, exports)
 
 
 def say(text: str) -> None:

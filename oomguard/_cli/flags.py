@@ -4,6 +4,7 @@ import ast
 import inspect
 import re
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -13,9 +14,10 @@ import msgspec
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from oomguard._core.errors import REQUIRED, fields_of
+from oomguard._core.errors import REQUIRED, conflict, fields_of
 from oomguard._core.errors import flag as flag_word
 from oomguard._data.options import CUTTING, DataOptions
+from oomguard._report.progress import showing
 from oomguard._spec.candidate import KNOBS, Candidate
 from oomguard._spec.read import PRESETS
 from oomguard._spec.spec import Spec
@@ -95,6 +97,10 @@ PROBED = [flag for flag in CANDIDATE if KNOBS[flag.name].role.group != "loading"
 FIXED = flags_of(Candidate, [name for name, knob in KNOBS.items() if not knob.searched], fixes=True)
 """Knobs that the user can fix before a search."""
 JSON = Flag("json", "", "Print one JSON document.", bool)
+QUIET = Flag("quiet", "", "Show no progress.", bool)
+VERBOSE = Flag("verbose", "", "Write every step of the progress as a line, with its time.", bool)
+LOUDNESS = [QUIET, VERBOSE]
+"""Flags of all commands that may take longer than a moment."""
 FORCE = Flag("force", "", "Replace the output file if there is one.", bool)
 BUDGET = Flag("budget", "SIZE", "Memory that may be used, such as 6GiB (default: what is free).")
 WHERE = [Flag("device", "NAME", "cpu, cuda, cuda:1, or a card such as a100-80gb (default: cpu)."), BUDGET]
@@ -148,6 +154,7 @@ PREDICTED = [
     FORCE,
     Flag("probabilities", "", "Write the probabilities of all classes, not the likeliest class.", bool),
     Flag("device", "NAME", "cpu, cuda or cuda:1 (default: as the plan)."),
+    *LOUDNESS,
 ]
 DRAWN = [
     Flag("prompt", "TEXT", "Text that a model of text goes on with, in the place of data."),
@@ -166,11 +173,12 @@ TABLE_OUTPUT = [
     Flag("output", "FILE", "Write the table (.csv, .parquet), one chart (.png) or all charts (.html)."),
     Flag("curve", "NAME", "Chart for a .png (default: the one that fits --over).", choices=CURVES),
     FORCE,
+    *LOUDNESS,
     JSON,
 ]
 _MEASURED = "Exit with code 1 unless the planned candidate was run at full length."
 REQUIRE = Flag("require_measured", "", _MEASURED, bool)
-PLANNED = [Flag("output", "FILE", "File for the plan (default: plan.json)."), FORCE, REQUIRE, JSON]
+PLANNED = [Flag("output", "FILE", "File for the plan (default: plan.json)."), FORCE, REQUIRE, *LOUDNESS, JSON]
 SEQUENCES = Flag("sequences", "N", "Sequences per epoch (default: those of the plan's histogram of lengths).", int)
 HTML = Flag("html", "FILE", "Write a report page with charts, in one file.")
 YES = Flag("yes", "", "Remove everything that is listed.", bool)
@@ -283,7 +291,9 @@ def add_command(
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         def run(**values: Any) -> Any:
-            return command(**{name: value for name, value in values.items() if value is not None})
+            given = {name: value for name, value in values.items() if value is not None}
+            with _progress(given) if QUIET in flags else nullcontext():
+                return command(**given)
 
         run.__doc__ = flowing(inspect.getdoc(command) or "")
         run.flags = flags  # type: ignore[attr-defined]
@@ -297,6 +307,15 @@ def add_command(
         return app.command(name, cls=Command, epilog=epilog)(run)
 
     return decorate
+
+
+def _progress(given: dict[str, Any]) -> AbstractContextManager[None]:
+    """Show the progress of a command; with --json only if that is asked for. The flags are taken out."""
+    off = [given.pop(f"no_{flag.name}", False) for flag in LOUDNESS]
+    quiet, verbose = (given.pop(flag.name, False) and not no for flag, no in zip(LOUDNESS, off, strict=True))
+    if quiet and verbose:
+        raise conflict("A command is quiet or verbose", "--quiet", "--verbose")
+    return showing(not quiet and (verbose or not given.get("json")), verbose=verbose)
 
 
 def _argument(flag: Flag) -> inspect.Parameter:

@@ -31,7 +31,7 @@ from oomguard._spec.candidate import Candidate, make_candidate
 from oomguard._spec.read import load_fields, make_spec, preset_fields, with_batch
 from oomguard._spec.spec import Spec
 from oomguard._task.estimate import COUNTED
-from oomguard._task.task import NAME
+from oomguard._task.task import NAME, check_known
 
 if TYPE_CHECKING:  # a plan is made or read by other commands only
     from oomguard._plan.task_value import TaskPlan
@@ -49,6 +49,7 @@ def read_task(values: dict[str, Any], also: tuple[str, ...] = ()) -> tuple[str |
     name = values.get("model")
     if name is None or not NAME.fullmatch(name):
         return None, {}
+    check_known(name)
     knobs, fields = read_options(values, CANDIDATE), read_options(values, [PRESET, *SPEC_FIELDS])
     steps = {"steps": fields.pop("seq")} if "seq" in fields else {}
     shared = {name: fields.pop(name) for name in also if name in fields}
@@ -81,6 +82,7 @@ def read_training(values: dict[str, Any], plan: "Plan | TaskPlan | None") -> tup
         raise MisuseError(rule=rule, got="got none" if name is None else f"got --model {shown(name)}", advice=advice)
     if "data" in values:
         raise conflict("A task has its own data", f"--model {name}", "--data")
+    check_known(name)
     return name, options
 
 

@@ -18,16 +18,17 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import msgspec
 
 from oomguard._core.errors import MisuseError
+from oomguard._core.progress import Status, listening, tell
 from oomguard._core.units import format_bytes
 
 try:
@@ -220,11 +221,18 @@ class Elsewhere(AbstractContextManager["Elsewhere", None]):
             command(call), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=own | (variables or {})
         )
 
-    def call(self, module: str, function: str, *arguments: Any, seconds: float | None = None) -> Any:
-        """Call a function; returns its result or raises its error.
+    def call(
+        self,
+        module: str,
+        function: str,
+        *arguments: Any,
+        seconds: float | None = None,
+        news: Callable[[Any], None] | None = None,
+    ) -> Any:
+        """Call a function; returns its result or raises its error. What the child tells is told here.
 
-        If it takes more than so many seconds, or the process ends, raises TimeoutError or ChildProcessError. The child
-        is gone then.
+        `news` takes what the child gives to `send_news`. If the call takes more than so many seconds, or the process
+        ends, raises TimeoutError or ChildProcessError. The child is gone then.
         """
         late, name = threading.Event(), f"{module}.{function}"
         timer = threading.Timer(threading.TIMEOUT_MAX if seconds is None else max(0.0, seconds), self._give_up, (late,))
@@ -236,6 +244,12 @@ class Elsewhere(AbstractContextManager["Elsewhere", None]):
             self._process.stdin.write(pickle.dumps((module, function, arguments)))
             self._process.stdin.flush()
             returned, value = pickle.load(self._process.stdout)
+            while returned is None:  # the child is still at work
+                if isinstance(value, Status):
+                    tell(value)
+                elif news is not None:
+                    news(value)
+                returned, value = pickle.load(self._process.stdout)
         except (EOFError, BrokenPipeError, pickle.UnpicklingError):
             code = self._process.wait()
             if late.is_set():
@@ -246,6 +260,10 @@ class Elsewhere(AbstractContextManager["Elsewhere", None]):
         if returned:
             return value
         raise value
+
+    def stop(self) -> None:
+        """Ask the child to end, as a training does after its current step. May be called while a call waits."""
+        self._process.terminate()
 
     def _give_up(self, late: threading.Event) -> None:
         late.set()
@@ -275,13 +293,27 @@ def _serve(parent: int, tied: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent ends this child
     end_with(parent, tied)
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    global _answers
+    calls, _answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # prints go to stderr, so that they cannot mix with the answers
-    with suppress(EOFError):  # the parent is done
+    with suppress(EOFError), listening(send_news):  # the parent is done
         while True:
-            answers.write(_answer(*pickle.load(calls)))
-            answers.flush()
+            _send(_answer(*pickle.load(calls)))
+
+
+_answers: IO[bytes] | None = None  # in a child: the pipe to the parent
+
+
+def send_news(value: Any) -> None:
+    """In a child: give a value to the parent while a call is at work."""
+    _send(pickle.dumps((None, value)))
+
+
+def _send(content: bytes) -> None:
+    assert _answers is not None, "this process is no child"
+    _answers.write(content)
+    _answers.flush()
 
 
 def _watch(parent: int) -> None:

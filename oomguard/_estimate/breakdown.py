@@ -99,6 +99,17 @@ class Estimate:
         """The peak over the runtime: the bytes that the model itself costs."""
         return self.total_bytes - self.terms["runtime"]
 
+    def __repr__(self) -> str:
+        from oomguard._report.notebook import estimate_line
+
+        return f"<Estimate {estimate_line(self)}>"
+
+    def _repr_html_(self) -> str:
+        """The estimate as a notebook shows it."""
+        from oomguard._report.notebook import estimate_html
+
+        return estimate_html(self)
+
 
 def estimate_step(spec: Spec, candidate: Knobs, target: Target = CPU, *, training: bool = True) -> Estimate:
     """Estimate one optimizer step or, with `training=False`, one evaluation pass without gradients."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from oomguard._core.errors import MisuseError, check_choice, check_whole, conflict, nearest, shown
+from oomguard._core.progress import Status, tell
 from oomguard._core.units import format_bytes, format_seconds
 from oomguard._device.cpu import cores
 from oomguard._device.find import find_budget, find_target
@@ -326,6 +327,7 @@ class _Search:
     def _run(self, choice: Choice) -> TaskRecord:
         assert self.runner is not None
         rows = self.curves.batch if choice.shape.accumulates else choice.rows
+        tell(self._status(choice))
         source = send(self.asker.task, rows, self.question.steps)
         record = self.runner.probe_task(
             name=name_of(self.question.task),
@@ -344,6 +346,14 @@ class _Search:
             )
         self.records.append(record)
         return record
+
+    def _status(self, choice: Choice) -> Status:
+        """What the next probe runs, in words."""
+        size = f"about {format_bytes(choice.curve.peak_bytes(choice.rows))} of {format_bytes(self.budget_bytes)}"
+        pieces = f" with {choice.shape.segments:,} segments" if choice.shape.segments > 1 else ""
+        left = self.question.seconds - (time.monotonic() - self.began)
+        words = f"Probe {len(self.records) + 1}: a few real steps with a microbatch of {choice.rows:,}{pieces}, {size}"
+        return Status(words, seconds_left=left if left > 0 and self.records else None)
 
     # ---- results
 

@@ -120,16 +120,19 @@ class TaskPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """The plan as its JSON has it."""
         return dict(msgspec.to_builtins(self))
 
-    def __str__(self) -> str:
-        """The result in a few sentences."""
-        from oomguard._report.task import summarize_task
+    def __repr__(self) -> str:
+        from oomguard._report.notebook import plan_line
 
-        summary = summarize_task(self)
-        return "\n".join([summary.title, *summary.sentences])
+        return f"<TaskPlan {plan_line(self)}>"
+
+    def __str__(self) -> str:
+        """The result in five lines."""
+        from oomguard._report.notebook import plan_lines
+
+        return plan_lines(self)
 
     def _repr_html_(self) -> str:
         """The plan as a notebook shows it."""
-        from oomguard._report.tables import to_html
-        from oomguard._report.task import explain_task
+        from oomguard._report.notebook import task_plan_html
 
-        return to_html(explain_task(self))
+        return task_plan_html(self)

@@ -242,12 +242,22 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """The plan as its JSON has it."""
         return dict(msgspec.to_builtins(self))
 
+    def __repr__(self) -> str:
+        from oomguard._report.notebook import plan_line
+
+        return f"<Plan {plan_line(self)}>"
+
+    def __str__(self) -> str:
+        """The result in five lines."""
+        from oomguard._report.notebook import plan_lines
+
+        return plan_lines(self)
+
     def _repr_html_(self) -> str:
         """The plan as a notebook shows it."""
-        from oomguard._report.plan import explain
-        from oomguard._report.tables import to_html
+        from oomguard._report.notebook import plan_html
 
-        return to_html(explain(self))
+        return plan_html(self)
 
 
 class Way(msgspec.Struct, frozen=True, kw_only=True):

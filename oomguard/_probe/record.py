@@ -196,6 +196,17 @@ class Record(Probed, frozen=True, kw_only=True):
     spec: Spec
     """The model, its data and optimizer."""
 
+    def __repr__(self) -> str:
+        from oomguard._report.notebook import record_line
+
+        return f"<Record {record_line(self)}>"
+
+    def _repr_html_(self) -> str:
+        """The record as a notebook shows it."""
+        from oomguard._report.notebook import record_html
+
+        return record_html(self)
+
 
 class TaskRecord(Probed, frozen=True, kw_only=True):
     """The result of a probe of a task.
@@ -214,6 +225,17 @@ class TaskRecord(Probed, frozen=True, kw_only=True):
     """Rows of the batch."""
     seq: int | None
     """Time steps that were asked for; None for the longest samples of the task's data."""
+
+    def __repr__(self) -> str:
+        from oomguard._report.notebook import record_line
+
+        return f"<TaskRecord {record_line(self)}>"
+
+    def _repr_html_(self) -> str:
+        """The record as a notebook shows it."""
+        from oomguard._report.notebook import record_html
+
+        return record_html(self)
 
 
 def make_record(request: Request, measured: Measured, began: datetime, title: str | None = None) -> Record:

@@ -60,7 +60,8 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
     text: str  # label beside it; for the chosen candidate, its name in the legend
     x: float | None = None
     y: float | None = None
-    role: Literal["budget", "chosen", "note", "words"] = "note"  # words have no symbol
+    role: Literal["budget", "chosen", "note", "label", "words"] = "note"
+    """A label has no symbol and is beside its point, words are in the middle of it."""
     panel: int = 0
 
 

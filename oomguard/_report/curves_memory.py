@@ -162,11 +162,18 @@ def segments(subject: Subject) -> Curve:
         marks=(
             budget_mark(subject),
             *_plain_mark(subject, sweep),
-            Mark(text=f"knee: {count:,} segments", x=count, y=float(sweep.peak_bytes[knee]) / GIB),
+            _knee_mark(subject, count, float(sweep.peak_bytes[knee]) / GIB),
             Mark(text="", x=count, y=float(sweep.seconds_per_step[knee]) / unit_seconds, panel=1),
             *(_plan_mark(subject, subject.candidate.segments) if subject.candidate.window is None else []),
         ),
     )
+
+
+def _knee_mark(subject: Subject, count: int, peak: float) -> Mark:
+    """The knee as a ring, or only as a label where the star of the plan is."""
+    is_plan = subject.planned is not None and subject.candidate.segments == count
+    text = f"knee: {count:,} segments"
+    return Mark(text=text, x=count, y=peak, role="label" if is_plan else "note")
 
 
 def _plain_mark(subject: Subject, sweep: pd.DataFrame) -> list[Mark]:

@@ -252,7 +252,7 @@ def _draw_marks(panels: list[Axes], curve: Curve, palette: Palette) -> dict[str,
         elif mark.y is None and mark.x is not None:
             for panel in panels:
                 panel.axvline(mark.x, **line)
-        elif mark.x is not None and mark.y is not None and mark.role != "words":
+        elif mark.x is not None and mark.y is not None and mark.role not in ("words", "label"):
             (artist,) = panels[mark.panel].plot([mark.x], [mark.y], **_mark_style(mark, palette))
             legend |= {mark.text: artist} if mark.role == "chosen" else {}
     return legend

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from oomguard._estimate.cards import Card
 
 WORDS = {
-    "runtime": "interpreter and libraries, or the CUDA context",
+    "runtime": "Python and PyTorch themselves, or the CUDA context",
     "weights": "the weights of the model",
     "gradients": "the gradients of the weights",
     "optimizer": "the state of the optimizer",

@@ -24,6 +24,70 @@ for (const figure of document.querySelectorAll(".curve")) {
   });
 }
 
+// Copy: the command beside the button.
+for (const copier of document.querySelectorAll("[data-copy]")) {
+  copier.addEventListener("click", async () => {
+    const command = copier.previousElementSibling;
+    try {
+      await navigator.clipboard.writeText(command.textContent);
+    } catch { // an old browser, or a page from a file: the text is selected, so that it can be copied by hand
+      getSelection().selectAllChildren(command);
+      document.execCommand("copy");
+    }
+    copier.textContent = "Copied";
+    setTimeout(() => (copier.textContent = "Copy"), 2000);
+  });
+}
+
+// Save: the picture that is seen, with the colours that it has now, as a file.
+function standalone(svg) {
+  const probe = document.body.appendChild(document.createElement("i"));
+  const color = (_, name) => {
+    probe.style.color = `var(${name})`;
+    return getComputedStyle(probe).color;
+  };
+  const [, , width, height] = svg.getAttribute("viewBox").split(" ");
+  const copy = svg.cloneNode(true);
+  copy.setAttribute("width", width);
+  copy.setAttribute("height", height);
+  copy.setAttribute("style", "background: var(--paper); font-family: sans-serif");
+  const text = new XMLSerializer().serializeToString(copy).replace(/var\((--\w+)\)/g, color);
+  probe.remove();
+  return { text, width: Number(width), height: Number(height) };
+}
+
+function save(blob, name) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(blob);
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
+async function savePng({ text, width, height }, name) {
+  const image = new Image();
+  image.setAttribute("src", `data:image/svg+xml;charset=utf-8,${encodeURIComponent(text)}`);
+  await image.decode();
+  const canvas = document.createElement("canvas");
+  [canvas.width, canvas.height] = [2 * width, 2 * height];
+  const context = canvas.getContext("2d");
+  context.fillStyle = getComputedStyle(document.body).backgroundColor;
+  context.fillRect(0, 0, canvas.width, canvas.height);
+  context.drawImage(image, 0, 0, canvas.width, canvas.height);
+  canvas.toBlob((blob) => save(blob, name));
+}
+
+for (const saver of document.querySelectorAll("[data-save]")) {
+  saver.addEventListener("click", () => {
+    const figure = saver.closest("figure");
+    const svg = [...figure.querySelectorAll(".plot svg")].find((one) => one.getClientRects().length);
+    const picture = standalone(svg);
+    const name = `${figure.dataset.curve}.${saver.dataset.save}`;
+    if (saver.dataset.save === "png") savePng(picture, name);
+    else save(new Blob([picture.text], { type: "image/svg+xml" }), name);
+  });
+}
+
 // Tips: the text of the point nearest to the pointer, or of the point that the arrow keys have reached.
 const NEAR = 40; // pixels
 const tip = document.getElementById("tip");

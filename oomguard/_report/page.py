@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from oomguard._core.errors import MisuseError
+from oomguard._core.progress import tell
 from oomguard._core.system import write_file
 from oomguard._core.units import format_bytes, format_seconds
 from oomguard._plan.value import Plan, epoch_of
 from oomguard._report.curve import Curve
 from oomguard._report.curves import redrawn_curves
 from oomguard._report.draw import DARK, LIGHT, NARROW, WIDE, hover_points, to_png, to_svg
-from oomguard._report.plan import explain, known_words, plain_words
+from oomguard._report.plan import explain, known_words, plain_words, train_command
 from oomguard._report.tables import FOLDER, Section, macros
 from oomguard._report.words import NONE, pieces_words, rows_words, setting_words, speed_words, time_words, times
 
@@ -57,8 +58,12 @@ def _checked(path: str | os.PathLike[str], what: str, suffixes: tuple[str, ...],
 
 
 def plan_page(plan: Plan, sequences: int | None = None) -> str:
+    tell("Estimating what the charts show")
     result, *sections = explain(plan, sequences)
-    top = macros().result(*_verdict(plan), result.sentences[0], *_bars(plan), _facts(plan, sequences))
+    start = train_command(plan, "plan.json")
+    top = macros().result(
+        *_verdict(plan), start, " ".join(result.sentences[:-2]), *_bars(plan), _facts(plan, sequences)
+    )
     return _page(result.title, top, sections, redrawn_curves(plan))
 
 
@@ -73,8 +78,12 @@ def _page(title: str, top: str, sections: Sequence[Section], curves: list[dict[s
     style = f"{STYLE.read_text(encoding='utf-8')}:root {{ {colors} }}"
     script = SCRIPT.read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'"
-    figures = [macros().curve_figure([_choice(*choice) for choice in choices.items()]) for choices in curves]
+    # the image is a picture of the page on its way to a PNG file
+    policy = f"default-src 'none'; img-src data:; script-src 'sha256-{digest}'; style-src 'unsafe-inline'"
+    figures = []
+    for number, choices in enumerate(curves):
+        tell(f"Drawing chart {number + 1} of {len(curves)}", number / len(curves))
+        figures.append(macros().curve_figure([_choice(*choice) for choice in choices.items()]))
     return str(macros().page(title, top, sections, figures, style, script, policy)).lstrip()
 
 
@@ -121,17 +130,19 @@ def _facts(plan: Plan, sequences: int | None) -> list[tuple[str, str, str]]:
     gradient = ("exact", "that of plain PyTorch, up to rounding")
     if candidate.lossy:
         gradient = ("lossy", ", ".join([f"{gain.knob} {gain.value}" for gain in plan.bought] or candidate.lossy))
-    step, epoch = (NONE, "nothing was timed"), (NONE, "nothing was timed")
+    step, last = (NONE, "nothing was timed"), ("Speed", NONE, "nothing was timed")
     seconds, throughput, whole = plan.seconds_per_step, plan.throughput, epoch_of(plan, sequences)
     if seconds is not None and throughput is not None and whole is not None:
         step = (time_words(seconds, plan.time_spread), speed_words(throughput, "sequences"))
         size = f"{times(whole.sequences, 'sequence')}, {times(whole.steps, 'step')}"
-        epoch = (format_seconds(whole.seconds), size)
+        last = ("Speed", speed_words(throughput, "sequences"), "a whole optimizer step, with its update")
+        if whole.known:  # otherwise nobody knows how long an epoch is
+            last = ("An epoch", format_seconds(whole.seconds), size)
     return [
         ("Microbatch", rows_words(candidate), f"batch {plan.spec.batch:,}"),
         ("Segments", pieces_words(candidate), f"T = {plan.spec.steps:,}"),
         ("Precision", precision, ", ".join(settings.values())),
         ("Gradient", *gradient),
         ("A step", *step),
-        ("An epoch", *epoch),
+        last,
     ]

@@ -34,6 +34,12 @@ ENDED = {
     "storage": "the storage did not answer any more, and this is the best plan known at that time",
     "estimate": "nothing was run: a plan for a device that is not present is made by arithmetic alone",
 }
+HEAPS = {
+    "tight": "Allocator tight: freed memory returns to the system at once, for the lowest peak.",
+    "fast": "Allocator fast: freed memory is kept and used again, which is faster and may raise the peak a little.",
+    "expandable": "Allocator expandable: PyTorch's blocks of memory can grow, so that less is lost between them.",
+}
+"""What the allocators of a plan do, for readers who have not met them."""
 AIMS = {"throughput": "fastest candidate", "microbatch": "largest microbatch", "seq": "longest sequences"}
 """The goal that each value of `--maximize` stands for."""
 PLURAL = ("seq",)  # aims that are several things
@@ -51,9 +57,9 @@ def shortfall_json(shortfall: Shortfall) -> dict[str, Any]:
 
 def show_result(plan: Plan, path: Path | None, console: "Console") -> None:
     """Print the result in a few lines, where the plan was written, and how to see more."""
-    result, evidence = summarize(plan)
-    result = msgspec.structs.replace(result, sentences=result.sentences + evidence.sentences)
-    show_sections([result, *_data(plan)], console)
+    first, evidence = summarize(plan)
+    first = msgspec.structs.replace(first, sentences=first.sentences + evidence.sentences)
+    show_sections([first, *_data(plan)], console)
     if path is not None:
         say = printer(console)
         say("")
@@ -65,7 +71,7 @@ def show_result(plan: Plan, path: Path | None, console: "Console") -> None:
 def explain(plan: Plan, sequences: int | None = None) -> list[Section]:
     """Everything that a plan says. `sequences` is the size of an epoch (default: as the spec's histogram)."""
     sections = [
-        _result(plan),
+        result(plan),
         *_data(plan),
         _why(plan),
         plan_tables.memory(plan),
@@ -79,10 +85,11 @@ def explain(plan: Plan, sequences: int | None = None) -> list[Section]:
 
 def summarize(plan: Plan) -> list[Section]:
     """The result and its evidence, without tables."""
-    return [_result(plan), Section(title="Evidence", sentences=_basis(plan))]
+    return [result(plan), Section(title="Evidence", sentences=_basis(plan))]
 
 
-def _result(plan: Plan) -> Section:
+def result(plan: Plan) -> Section:
+    """What was planned, and with which settings, memory and speed."""
     lossy = [f"{knob.replace('_', ' ')} {getattr(plan.candidate, knob)}" for knob in plan.candidate.lossy]
     peak = f"Peak {format_bytes(plan.peak_bytes)} of {format_bytes(plan.budget_bytes)} ({known_words(plan)})"
     return Section(
@@ -162,6 +169,8 @@ def _why(plan: Plan) -> Section:
     sentences += [_bought(gain, plain_fits=plan.plain.fits) for gain in plan.bought]
     if not plan.candidate.lossy:
         sentences.append("Every knob used is exact: the gradient is that of plain PyTorch, up to rounding.")
+    if plan.candidate.allocator in HEAPS:
+        sentences.append(HEAPS[plan.candidate.allocator])
     if plan.candidate.segments > 1:
         sentences.append(
             "The forward pass keeps only the states at the borders of segments; the backward pass recomputes the rest."
@@ -224,20 +233,25 @@ def _evidence(plan: Plan) -> Section:
     return Section(title="Evidence", sentences=tuple(sentences), table=table)
 
 
+def ended(plan: Plan) -> str:
+    """How the search went."""
+    why = ENDED.get(plan.ended, plan.ended)
+    if not plan.probes:
+        return sentence(why)
+    out = f"{plan.ooms or 'none'} ran out of memory"
+    return sentence(f"{times(plan.probes, 'probe')} in {format_seconds(plan.seconds)}, {out}; {why}")
+
+
 def _basis(plan: Plan) -> tuple[str, ...]:
     """How the search went, the three figures for the peak, and what limits their worth."""
     calibration, expected = plan.calibration, plan.expected
-    ended = ENDED.get(plan.ended, plan.ended)
-    if plan.probes:
-        out = f"{plan.ooms or 'none'} ran out of memory"
-        ended = f"{times(plan.probes, 'probe')} in {format_seconds(plan.seconds)}, {out}; {ended}"
     source = " after calibration" if calibration.ratio != 1 else ""
     sizes = [
         f"Estimate {format_bytes(plan.estimate.total_bytes)} by arithmetic",
         f"predicted {format_bytes(expected.peak_bytes)} (margin {format_bytes(expected.margin_bytes)}){source}",
         *([f"measured {format_bytes(plan.peak_bytes)}"] if plan.confirmed else []),
     ]
-    sentences = [sentence(ended), ", ".join(sizes) + "."]
+    sentences = [ended(plan), ", ".join(sizes) + "."]
     sentences += _reach_words(plan)
     if not plan.confirmed and plan.ended != "estimate":
         sentences.append(unmeasured_words(plan))

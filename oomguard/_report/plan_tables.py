@@ -37,7 +37,7 @@ def _table(caption: str, rows: Rows, before: Columns, after: Columns, chosen: Ca
     ]
     columns = before | {"microbatch": [*map(rows_words, candidates)], "segments": [*map(pieces_words, candidates)]}
     columns |= ({"other knobs": other} if any(other) else {}) | after
-    return from_columns(columns, ("segments", "other knobs", "verdict"), caption)
+    return from_columns(columns, ("segments", "other knobs", "verdict"), caption, drops=("other knobs",))
 
 
 def _predicted(rows: Sequence[Bucket] | Sequence[Point] | Sequence[Rung]) -> Columns:
@@ -70,7 +70,8 @@ def memory(plan: Plan) -> Section:
         sums=len(shown),
         caption="The terms of the estimate, the predicted and the measured peak, and the budget",
     )
-    return Section(title="Memory", sentences=(peak_words(ours.moment),), table=table)
+    words = "The runtime is Python and PyTorch themselves. The margin is added to a prediction, since predictions err."
+    return Section(title="Memory", sentences=(peak_words(ours.moment), words), table=table)
 
 
 def _size(size_bytes: int | None) -> str:

@@ -1,127 +1,99 @@
-"""Progress on stderr while a search or a training runs, and the result of a training as text and JSON."""
+"""The progress of searches and trainings in words, and who sees it; the result of a training as text and JSON."""
 
-import sys
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from oomguard._core.units import format_bytes, format_seconds
-from oomguard._report.tables import printer, safe
-from oomguard._report.words import figure, pieces_words, times
+from oomguard._core.progress import Status, current, listening, nobody
+from oomguard._core.units import format_bytes
+from oomguard._report.screens import make_screen
+from oomguard._report.tables import printer
+from oomguard._report.words import figure, pieces_phrase, times
 
 if TYPE_CHECKING:  # a search does not wait for the import of training, nor the reverse
-    from rich.console import Console, ConsoleRenderable
+    from rich.console import Console
 
     from oomguard._search.propose import Probe
     from oomguard._search.run import Progress
     from oomguard._train.loop import TaskResult, TrainProgress
 
-ROLES = {"calibrate": "calibrating", "explore": "trying", "confirm": "confirming"}
-PAUSE_SECONDS = 60.0  # seconds between two lines of a log without events and validations
+News = TypeVar("News")
+ROLES = {"calibrate": "measuring", "explore": "trying", "confirm": "confirming"}
 
 
 @contextmanager
-def live(*, quiet: bool = False) -> Iterator[Callable[["Progress"], None] | None]:
-    """Show the progress of a search on stderr while it runs; None if stderr is no terminal."""
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.live import Live
+def showing(progress: bool = True, *, verbose: bool = False) -> Iterator[None]:
+    """Show what is told inside: on a terminal, in a notebook, or as lines of a log. Nothing if `progress` is False.
 
-    console = Console(file=sys.stderr, highlight=False, markup=False, emoji=False)
-    lines = Lines(console)
-    rate = 2  # refreshes per second: enough for the clock, and too few to disturb a probe
-    with Live(console=console, get_renderable=lines.render, transient=True, refresh_per_second=rate) as display:
-
-        def follow(progress: "Progress") -> None:
-            lines.take(progress)
-            display.refresh()
-
-        yield follow
-
-
-class Lines:
-    """The last progress that a search reported; the time left counts down by itself."""
-
-    def __init__(self, console: "Console") -> None:
-        self.console = console
-        self.last: Progress | None = None
-        self.reported_at = monotonic()
-
-    def take(self, progress: "Progress") -> None:
-        self.last, self.reported_at = progress, monotonic()
-
-    def render(self) -> "ConsoleRenderable":
-        """One line for the search, and one for each running probe."""
-        from rich.text import Text
-
-        text = "Estimating what fits"
-        if self.last is not None:
-            left = max(0.0, self.last.seconds_left - (monotonic() - self.reported_at))
-            text = "\n".join(progress_lines(self.last, left))
-        return Text(safe(text, self.console), style="cyan", no_wrap=True, overflow="crop")
+    Inside another one, that one decides. Of several processes that torchrun started, the first one shows.
+    """
+    if not progress or (current() is None and os.environ.get("RANK", "0") != "0"):
+        with listening(nobody):
+            yield
+    elif current() is not None:
+        yield
+    else:
+        screen = make_screen(verbose=verbose)
+        screen.start()
+        try:
+            with listening(screen.take):
+                yield
+        finally:
+            screen.close()
 
 
-def progress_lines(progress: "Progress", seconds_left: float) -> list[str]:
-    """The state of a search, and each running probe, in words."""
-    words = [times(progress.probes, "probe") + " done"]
+@contextmanager
+def following(
+    progress: Callable[[News], None] | bool, status_of: Callable[[News], Status]
+) -> Iterator[Callable[[News], None]]:
+    """Show what is told inside, and yield a function that shows the progress of a search or a training.
+
+    If `progress` is a function of the user, it takes that progress, and nothing is shown.
+    """
+    is_own = callable(progress)
+    with showing(not is_own and bool(progress)):
+        listener = current() or nobody  # a search calls from other threads
+        yield progress if callable(progress) else lambda news: listener(status_of(news))
+
+
+def search_status(progress: "Progress") -> Status:
+    """How far a search is, and what runs now."""
+    words = [f"Searching: {times(progress.probes, 'probe')} done"]
     if progress.best is not None and progress.best.tokens_per_second is not None:
-        words.append(f"best {figure(progress.best.tokens_per_second)} tokens/s")
-    words.append(f"at most {format_seconds(round(seconds_left))} left" if seconds_left >= 1 else "ending")
+        words.append(f"fastest so far {figure(progress.best.tokens_per_second)} tokens/s")
     running = [_probe_words(probe, progress.budget_bytes) for probe in progress.running]
-    return [", ".join(words), *(running or ["  choosing the next probe"])]
+    return Status(
+        ", ".join(words),
+        seconds_left=progress.seconds_left,
+        lines=(*(running or ["choosing what to try next"]),),
+        topic=f"{progress.probes} {running}",
+    )
 
 
 def _probe_words(probe: "Probe", budget_bytes: int) -> str:
     knobs = probe.candidate
-    pieces = pieces_words(knobs) if knobs.window is not None else f"segments {pieces_words(knobs)}"
-    what = f"T = {probe.spec.steps:,}, microbatch {knobs.microbatch:,}, {pieces}"
-    # a narrow terminal crops the end of a line, so memory comes first
-    memory = f"{format_bytes(probe.peak_bytes)} of {format_bytes(budget_bytes)}"
-    return f"  {ROLES[probe.role]} {memory}: {what}"
+    memory = f"about {format_bytes(probe.peak_bytes)} of {format_bytes(budget_bytes)}"
+    what = f"microbatch {knobs.microbatch:,}{pieces_phrase(knobs)}, {times(probe.spec.steps, 'time step')}"
+    return f"{ROLES[probe.role]} {what}: {memory}"
 
 
-@contextmanager
-def follow(*, quiet: bool = False) -> Iterator[Callable[["TrainProgress"], None] | None]:
-    """Show the progress of a training on stderr: a bar on a terminal, otherwise lines; None if it is to be quiet."""
-    if quiet or not sys.stderr.isatty():
-        yield None if quiet else in_lines()
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as ProgressBar
-    from rich.table import Column
+def train_statuses() -> Callable[["TrainProgress"], Status]:
+    """A function that says how far a training is. Events stay on the screen, and a log has every validation."""
+    last: float | None = None
 
-    columns = (
-        BarColumn(bar_width=10, table_column=Column(min_width=10)),
-        TimeRemainingColumn(compact=True, table_column=Column(min_width=7)),
-        TextColumn("{task.description}", table_column=Column(no_wrap=True, ratio=1)),  # cut if the terminal is narrow
-    )
-    with ProgressBar(*columns, console=Console(file=sys.stderr), expand=True, transient=True) as bar:
-        task = bar.add_task("reading the data", total=None)
-
-        def take(progress: "TrainProgress") -> None:
-            bar.update(task, description=progress_words(progress), completed=progress.step, total=progress.total)
-
-        yield take
-
-
-def in_lines() -> Callable[["TrainProgress"], None]:
-    """A function that logs every event and every validation, and otherwise one line a minute."""
-    last: tuple[float | None, float] = (None, monotonic())
-
-    def take(progress: "TrainProgress") -> None:
+    def status(progress: "TrainProgress") -> Status:
         nonlocal last
-        for event in progress.events:
-            print(f"Step {event.step:,}, {event.kind}: {event.reason}", file=sys.stderr, flush=True)  # noqa: T201
-        # compared by identity, because a NaN never equals itself
-        if progress.validation is not last[0] or monotonic() >= last[1] + PAUSE_SECONDS:
-            last = (progress.validation, monotonic())
-            print(f"Step {progress_words(progress)}", file=sys.stderr, flush=True)  # noqa: T201
+        new, last = progress.validation is not last, progress.validation  # a NaN equals no other
+        return Status(
+            f"Step {progress_words(progress)}",
+            done=progress.step / max(1, progress.total),
+            topic="training",
+            milestone=new,
+            notes=tuple(f"Step {event.step:,}, {event.kind}: {event.reason}" for event in progress.events),
+        )
 
-    return take
+    return status
 
 
 def progress_words(progress: "TrainProgress") -> str:

@@ -4,7 +4,7 @@ HTML comes from one template, which escapes every text: a plan is a file that an
 """
 
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
     align: str  # for each column, `l` (words, left-aligned) or `r` (figures, right-aligned)
     sums: int = 0  # the number of last rows that are totals of the rows above, or are compared with them
     caption: str = ""  # for pages and screen readers; in a terminal the section's title is enough
+    drops: tuple[str, ...] = ()  # titles of columns that a terminal leaves out if it is too narrow, the first one first
     styles: tuple[str, ...] = ()  # Rich's style of each column in a terminal; empty if no column has one
 
     def __post_init__(self) -> None:
@@ -39,10 +40,13 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
         assert len(widths) == 1, f"every row needs as many cells as the header, but there are rows of {sorted(widths)}"
 
 
-def from_columns(columns: dict[str, list[str]], words: Iterable[str], caption: str = "") -> Table:
+def from_columns(
+    columns: dict[str, list[str]], words: Iterable[str], caption: str = "", drops: tuple[str, ...] = ()
+) -> Table:
     """A table from its columns by title. `words` names those that are left-aligned."""
     align = "".join("l" if name in words else "r" for name in columns)
-    return Table(header=tuple(columns), rows=tuple(zip(*columns.values(), strict=True)), align=align, caption=caption)
+    rows = tuple(zip(*columns.values(), strict=True))
+    return Table(header=tuple(columns), rows=rows, align=align, caption=caption, drops=drops)
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,13 +100,35 @@ def show_sections(sections: Iterable[Section], console: "Console", first_style: 
 
 
 def show_table(table: Table, console: "Console", indent: str = "") -> None:
-    """Print a table. In a narrow terminal, cells continue on their next line: words, then figures, then letters."""
+    """Print a table. In a narrow terminal, some columns are left out, and cells continue on their next line."""
     from rich.text import Text
 
+    table = _narrowed(table, console.width - len(indent))
     widths, gap = _fit(table, console.width - len(indent))
     grid, width = _rich_table(table, widths, gap, console), sum(widths) + gap * (len(widths) - 1)
     for segments in console.render_lines(grid, console.options.update(width=width), pad=False):
         _print_line(Text.assemble(indent, *((segment.text, segment.style or "") for segment in segments)), console)
+
+
+def _narrowed(table: Table, width: int) -> Table:
+    """The table without those columns that it can do without, as far as figures would not stay on one line."""
+    for title in table.drops:
+        columns = [*zip(table.header, *table.rows, strict=True)]
+        least = [
+            max(map(len, cells)) if side == "r" else min(max(map(len, cells)), max(NARROWEST, len(cells[0])))
+            for side, cells in zip(table.align, columns, strict=True)
+        ]
+        if sum(least) + len(least) - 1 <= width or title not in table.header:
+            continue
+        kept = [number for number, head in enumerate(table.header) if head != title]
+        table = msgspec.structs.replace(
+            table,
+            header=tuple(table.header[number] for number in kept),
+            rows=tuple(tuple(row[number] for number in kept) for row in table.rows),
+            align="".join(table.align[number] for number in kept),
+            styles=tuple(table.styles[number] for number in kept) if table.styles else (),
+        )
+    return table
 
 
 def _fit(table: Table, width: int) -> tuple[list[int], int]:
@@ -111,7 +137,7 @@ def _fit(table: Table, width: int) -> tuple[list[int], int]:
     longest = [max(map(len, cells)) for cells in columns]
     words = [max((len(word) for cell in cells for word in cell.split()), default=0) for cells in columns]
     heads = [max(map(len, head.split()), default=0) for head in table.header]
-    for gap, figures in ((2, longest), (2, words), (1, words)):
+    for gap, figures in ((2, longest), (1, longest), (2, words), (1, words)):
         wraps = zip(table.align, figures, longest, heads, strict=True)
         widths = [most if side == "r" else min(full, max(NARROWEST, head)) for side, most, full, head in wraps]
         spare = width - sum(widths) - gap * (len(widths) - 1)
@@ -146,11 +172,6 @@ def _print_line(line: "Text", console: "Console") -> None:
     """Print a line as it is, even if it is wider than the terminal."""
     line.rstrip()
     console.print(line, no_wrap=True, overflow="ignore", crop=False)
-
-
-def to_html(sections: Sequence[Section]) -> str:
-    """Sections for a notebook: the first is always visible, the others open with a click. No scripts, no links."""
-    return str(macros().notebook(sections))
 
 
 @cache

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def explain_task(plan: TaskPlan) -> list[Section]:
     """Everything that the plan of a task says."""
-    return [_result(plan), _why(plan), _evidence(plan), _fallbacks(plan), _start(plan), environment(plan)]
+    return [result(plan), _why(plan), _evidence(plan), _fallbacks(plan), _start(plan), environment(plan)]
 
 
 def show_task_result(plan: TaskPlan, path: Path | None, console: "Console") -> None:
@@ -41,11 +41,12 @@ def show_task_result(plan: TaskPlan, path: Path | None, console: "Console") -> N
 
 def summarize_task(plan: TaskPlan) -> Section:
     """The result, what it rests on and its evidence, without tables."""
-    result, why, evidence = _result(plan), _why(plan), _evidence(plan)
-    return Section(title=result.title, sentences=result.sentences + why.sentences[1:] + evidence.sentences)
+    first, why, evidence = result(plan), _why(plan), _evidence(plan)
+    return Section(title=first.title, sentences=first.sentences + why.sentences[1:] + evidence.sentences)
 
 
-def _result(plan: TaskPlan) -> Section:
+def result(plan: TaskPlan) -> Section:
+    """What was planned, and with which settings, memory and speed."""
     known = "by a trace alone" if plan.record is None else f"measured, {times(plan.record.passes, 'pass', 'es')}"
     parts = [f"Peak {format_bytes(plan.peak_bytes)} of {format_bytes(plan.budget_bytes)} ({known})"]
     if plan.seconds_per_step is not None:
@@ -80,10 +81,14 @@ def _why(plan: TaskPlan) -> Section:
     return Section(title="Why", sentences=(*sentences, *plan.notes))
 
 
-def _evidence(plan: TaskPlan) -> Section:
-    ended = (
+def ended(plan: TaskPlan) -> str:
+    """How the search went."""
+    return (
         f"{times(len(plan.records), 'probe')} in {format_seconds(plan.seconds)}, {plan.ooms or 'none'} of them failed."
     )
+
+
+def _evidence(plan: TaskPlan) -> Section:
     sizes = f"Estimate {format_bytes(plan.estimate.total_bytes)} by a trace, predicted "
     sizes += f"{format_bytes(plan.expected.peak_bytes)} (margin {format_bytes(plan.expected.margin_bytes)})."
     rows = tuple(
@@ -99,7 +104,7 @@ def _evidence(plan: TaskPlan) -> Section:
     header = ("microbatch", "segments", "peak", "step", "verdict")
     table = Table(header=header, rows=rows, align="rrrrl", caption="Probes") if rows else None
     unmeasured = () if plan.confirmed else (unmeasured_words(plan),)
-    sentences = (ended, sizes, *noise_words(plan.time_spread), *unmeasured, *late_words(plan.records))
+    sentences = (ended(plan), sizes, *noise_words(plan.time_spread), *unmeasured, *late_words(plan.records))
     return Section(title="Evidence", sentences=sentences, table=table)
 
 
@@ -117,5 +122,5 @@ def _start(plan: TaskPlan) -> Section:
     use = "The command trains the task. In your own loop, step(batch) replaces loss.backward() and optimizer.step()."
     exports = [f"export {name}={shlex.quote(value)}" for name, value in plan.exports.items()]
     command = f"oomguard train plan.json --model {shlex.quote(plan.task)}"
-    code = 'step = oomguard.stepper(oomguard.load_plan("plan.json"), model, loss, optimizer)'
-    return Section(title="Start", sentences=(use,), lines=(command, *exports, code))
+    code = 'plan = oomguard.load_plan("plan.json")', "step = oomguard.stepper(plan, model, loss, optimizer)"
+    return Section(title="Start", sentences=(use,), lines=(command, *exports, *code))

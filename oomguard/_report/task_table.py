@@ -110,7 +110,10 @@ def show_task_table(table: pd.DataFrame, path: Path | None, console: "Console") 
     columns["with margin"] = [*map(format_bytes, table["peak_bytes"] + table["margin_bytes"])]
     columns["fits"] = ["yes" if fits else "no" for fits in table["fits"]]
     shown_columns = {name: cells for name, cells in columns.items() if name not in VARIED or len({*cells}) > 1}
-    title, rows = f"Trade-offs of {table.attrs['task']}", from_columns(shown_columns, ("precision", "fits"))
+    title, rows = (
+        f"Trade-offs of {table.attrs['task']}",
+        from_columns(shown_columns, ("precision", "fits"), drops=("with margin",)),
+    )
     style = "bold green" if table["fits"].any() else "bold red"
     show_sections([Section(title=title, sentences=(counts, known), table=rows)], console, first_style=style)
     if path is not None:

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from oomguard._core.errors import MisuseError, check_choice, shown
+from oomguard._core.progress import Status, tell
 from oomguard._core.system import write_file
 from oomguard._core.units import format_bytes
 from oomguard._estimate.malloc import default_allocator
@@ -46,6 +47,7 @@ def make_table(subject: Subject) -> pd.DataFrame:
     fields = [*ALWAYS, *(name for name in subject.varied if name not in KNOBS and name not in ALWAYS)]
     parts = []
     for spec, candidates in make_grid(subject.spec, subject.candidate, subject.target, subject.varied):
+        tell(Status(f"Estimating candidates with {times(spec.steps, 'time step')}", topic="Estimating candidates"))
         part = subject.predict(candidates, spec)
         own = {name: getattr(spec, name) for name in fields} | {"time_factor": np.exp(part["doubt"])}
         parts.append(_with_measured(subject.records, spec, part).assign(**own))
@@ -204,7 +206,8 @@ def _lines(over: Over, rows: pd.DataFrame) -> Table:
         columns["step time"] = [*map(noisy_words, rows["seconds_per_step"], spreads)]
     if rows["verdict"].notna().any():
         columns["measured"] = [*map(_measured_words, rows["measured_peak_bytes"], rows["verdict"])]
-    return from_columns(columns, [name for name in names if isinstance(over.get(name, [0])[0], str)])
+    words = [name for name in names if isinstance(over.get(name, [0])[0], str)]
+    return from_columns(columns, words, drops=("with margin",))
 
 
 def _measured_words(peak_bytes: Any, verdict: Any) -> str:

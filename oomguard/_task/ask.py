@@ -8,13 +8,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from oomguard._core.errors import MisuseError
+from oomguard._core.progress import tell
 from oomguard._core.system import Elsewhere
 from oomguard._core.units import format_seconds
 from oomguard._device.cpu import Cpu
 from oomguard._estimate.malloc import ENVIRONMENT, heap_of
 from oomguard._estimate.target import Target
 from oomguard._spec.spec import MAX_BATCH
-from oomguard._task.task import Task, packed
+from oomguard._task.task import Task, name_of, packed
 
 if TYPE_CHECKING:
     from oomguard._task.check import Finding
@@ -64,6 +65,7 @@ class Asker(AbstractContextManager["Asker", None]):
         self.traced = True  # whether traces are quick enough; tiny passes are measured otherwise
         self._variables = ENVIRONMENT[heap_of(allocator, "native")]
         self._child: Elsewhere | None = None
+        self._doing = ""  # what the child does, in words
         self._rows = 0  # rows of the largest batch that the child has samples for
 
     def trace(self, runs: Sequence[dict[str, Any]]) -> "list[Answer]":
@@ -74,8 +76,11 @@ class Asker(AbstractContextManager["Asker", None]):
         usual: dict[str, Any] = {"steps": self.steps, "target": self.target}
         rows = max(run.get("microbatch") or 1 for run in runs)
         began = time.monotonic()
+        self._doing = f"Tracing a step of {name_of(self.task)} with a microbatch of {rows:,}, without running it"
         for traced in (True, False) if self.traced else (False,):
             self.traced = traced
+            if not traced:
+                self._doing = f"Tracing took too long: running tiny passes of {name_of(self.task)}"
             questions = [usual | _fields(run) | {"traced": traced} for run in runs]
             with suppress(TimeoutError):  # traces that take too long are followed by a fit
                 found: list[Answer] = self._ask("child", "answers", questions, seconds=self._seconds(), rows=rows)
@@ -87,6 +92,7 @@ class Asker(AbstractContextManager["Asker", None]):
 
     def check(self, knob: str) -> "Finding":
         """Compare the gradient with a knob with the plain step's on a tiny batch."""
+        self._doing = f"Checking on a tiny batch whether {knob} keeps the gradient"
         seconds = self._seconds()
         try:
             found: Finding = self._ask("check", "finding", knob, seconds=seconds)
@@ -112,9 +118,11 @@ class Asker(AbstractContextManager["Asker", None]):
             self._child, self._rows = Elsewhere(self._variables), 0
         try:
             if rows > self._rows:
+                tell("Starting a process with PyTorch and your code, and trying a tiny step")
                 begin = send(self.task, rows, self.steps), self.steps, Cpu().budget().left_bytes
                 self._child.call("oomguard._task.child", "begin", *begin, seconds=seconds)
                 self._rows = MAX_BATCH if isinstance(self.task, str) or self.task.data is None else rows
+            tell(self._doing)
             left = until - time.monotonic()
             return self._child.call(f"oomguard._task.{module}", function, *arguments, seconds=left)
         except TimeoutError:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -197,19 +198,32 @@ def _own_line(error: BaseException) -> str | None:
     return f"{own[-1].filename}:{own[-1].lineno}" if own else None
 
 
-def resolve(name: str) -> Task:
-    """The task of that name: `package.module:task`, a Task or a function that returns one. Imports the module."""
-    module_name, _, path = name.partition(":")
+def check_known(name: str) -> None:
+    """Raise unless the module of a task, or the package that it is in, can be found. Nothing is imported."""
     if os.getcwd() not in sys.path:  # an installed command has its own folder there instead
         sys.path.insert(0, os.getcwd())
+    package = name.partition(":")[0].partition(".")[0]
+    if package not in sys.modules and find_spec(package) is None:
+        raise _no_module(name, package)
+
+
+def _no_module(name: str, module: str | None) -> MisuseError:
+    rule = f"--model {name} must name a Task, or a function that returns one"
+    advice = f"Run the command in the folder that has {name.partition(':')[0].partition('.')[0]}, or set PYTHONPATH."
+    return MisuseError(rule=rule, got=f"there is no module {module}", advice=advice)
+
+
+def resolve(name: str) -> Task:
+    """The task of that name: `package.module:task`, a Task or a function that returns one. Imports the module."""
+    check_known(name)
+    module_name, _, path = name.partition(":")
     rule = f"--model {name} must name a Task, or a function that returns one"
     try:
         found: Any = import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise _failed_import(rule, module_name, error) from error
-        advice = f"Run the command in the folder that has {module_name.split('.')[0]}, or set PYTHONPATH."
-        raise MisuseError(rule=rule, got=f"there is no module {error.name}", advice=advice) from None
+        raise _no_module(name, error.name) from None
     except (Exception, SystemExit) as error:
         raise _failed_import(rule, module_name, error) from error
     for part in path.split("."):

@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from oomguard._core.errors import GuardError, MisuseError
+from oomguard._core.progress import Status, tell
 from oomguard._core.system import check_regular, file_errors
 from oomguard._data.files import BYTE_TOKENS
 from oomguard._data.loader import read_microbatch
@@ -30,7 +31,7 @@ from oomguard._spec.candidate import Candidate
 from oomguard._spec.spec import Spec
 from oomguard._train.checkpoint import Checkpoint, Model, TrainState, build_model, load, load_weights
 from oomguard._train.ranks import Ranks
-from oomguard._train.settings import BEST, CHECKPOINTS, check_predicted, check_run, read_settings
+from oomguard._train.settings import BEST, CHECKPOINTS, check_run, read_settings
 
 MOST_ROWS = 4096  # most sequences of an evaluation pass: beyond that no kernel gets faster
 Output = TypeVar("Output")
@@ -57,9 +58,11 @@ def evaluation_candidate(spec: Spec, candidate: Candidate, target: Target) -> Ca
 
 def validate(model: Recurrent, source: Source, candidate: Candidate, ranks: Ranks) -> float:
     """The mean loss over all real targets of a source."""
+    done = Told("Validating", len(source))
 
     def loss_of(sequences: Ints) -> tuple[float, int]:
         batch = read_microbatch(source, sequences)
+        done.add(len(sequences))
         return float(evaluate(model, batch, candidate)), count_targets(model.spec, batch)
 
     total, targets = 0.0, 0
@@ -70,6 +73,19 @@ def validate(model: Recurrent, source: Source, candidate: Candidate, ranks: Rank
             total, targets = total + loss, targets + count
     loss_sum, target_sum = ranks.sums([total, targets])
     return loss_sum / max(1, target_sum)
+
+
+class Told:
+    """Tells how many sequences of a pass are begun."""
+
+    def __init__(self, words: str, total: int) -> None:
+        self.words, self.total, self.begun = words, total, 0
+
+    def add(self, count: int) -> None:
+        """Tell that some more begin."""
+        words = f"{self.words}: {self.begun:,} of {self.total:,} sequences"
+        tell(Status(words, self.begun / max(1, self.total), topic=self.words))
+        self.begun = min(self.total, self.begun + count)
 
 
 def in_microbatches(order: Ints, rows: int, compute: Callable[[Ints], Output]) -> Iterator[tuple[Ints, Output]]:
@@ -104,17 +120,15 @@ def run_prediction(
     model: Model = None,
 ) -> Array | Path:
     """All predictions as an array or in the file `output`. `options` are data options other than the training's."""
-    check_predicted(Path(run), data, output, options)
     checkpoint = find_checkpoint(Path(run))
     plan, state = load_spec_plan(Path(run) / "plan.json"), checkpoint.state
     spec = checkpoint.spec or plan.spec
-    if probabilities and spec.loss != "cross-entropy":
-        advice = "Leave --probabilities out."
-        raise MisuseError(rule="Probabilities need classes", got="this run predicts numbers", advice=advice)
     classes = spec.loss == "cross-entropy" and not probabilities
     if data is None:
         data = _own_data(Path(run))
+    tell("Reading the data")
     source = _open_inputs(data, spec, state, options)
+    done = Told("Predicting", len(source))
     target_device = open_device(plan.where.device if device is None else device)
     network = build_model(model or state.model, spec).to(target_device.name)
     load_weights(checkpoint, network)
@@ -122,6 +136,7 @@ def run_prediction(
     target_device.settle(candidate)
 
     def predict(sequences: Ints) -> Array:
+        done.add(len(sequences))
         values = outputs(network, read_microbatch(source, sequences), candidate)
         if spec.loss == "cross-entropy":
             values = values.softmax(-1) if probabilities else values.argmax(-1)

@@ -14,7 +14,8 @@ from oomguard._core.errors import MisuseError, check_whole, conflict, flag, show
 from oomguard._core.system import file_errors, read_file, write_file
 from oomguard._data.open import kind_of
 from oomguard._data.options import DataOptions, check_used
-from oomguard._plan.store import load_plan
+from oomguard._device.find import find_target
+from oomguard._plan.store import load_plan, load_spec_plan
 from oomguard._plan.task_value import TaskPlan
 from oomguard._plan.value import Plan
 from oomguard._task.task import NAME as TASK_NAME
@@ -103,6 +104,11 @@ def check_predicted(run: Path, data: Any, output: str | None, given: Mapping[str
         advice = "Give --output predictions.npy."
         raise MisuseError(rule="Predictions are written as .npy or .csv", got=f"got {output!r}", advice=advice)
     check_run(run)
+    if given.get("device") is not None:
+        find_target(given["device"])  # a device of that name exists somewhere
+    if given.get("probabilities") and load_spec_plan(run / "plan.json").spec.loss != "cross-entropy":
+        advice = "Leave --probabilities out."
+        raise MisuseError(rule="Probabilities need classes", got="this run predicts numbers", advice=advice)
     settings = read_settings(run)
     if settings is not None and isinstance(data, str | Path):
         kind_of(Path(data), DataOptions(format=given.get("format", settings.options.format)))
@@ -176,6 +182,7 @@ def settle(plan: Plan, data: Any, model: str | None, given: dict[str, Any]) -> R
         train=msgspec.structs.replace(before.train, **train | {"run": str(directory)}),
         options=msgspec.structs.replace(before.options, **options),
     )
+    _check_validation(settings)
     if settings.data is not None:
         check_used(kind_of(Path(settings.data), settings.options), settings.options)
     elif data is None:
@@ -191,6 +198,17 @@ def settle(plan: Plan, data: Any, model: str | None, given: dict[str, Any]) -> R
             advice="Add --resume to continue it, or give another --run.",
         )
     return settings
+
+
+def _check_validation(settings: RunSettings) -> None:
+    """Raise if an option needs validation and there is none."""
+    for name in ("patience", "validate_every"):
+        if getattr(settings.train, name) is not None and not settings.options.validation:
+            raise MisuseError(
+                rule=f"{flag(name)} needs data for validation",
+                got=f"got --validation {settings.options.validation:g}",
+                advice=f"Leave {flag(name)} out, or give --validation a share such as 0.1.",
+            )
 
 
 def _before(plan: Plan, directory: Path, given: dict[str, Any]) -> RunSettings:

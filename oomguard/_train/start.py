@@ -12,10 +12,10 @@ import msgspec
 import torch
 
 from oomguard._core.errors import MisuseError, TornUpdateError, flag, shown
+from oomguard._core.progress import tell
 from oomguard._data.infer import complete
 from oomguard._data.loader import Loader, size_loader
 from oomguard._data.open import check_data, open_data
-from oomguard._data.options import DataOptions
 from oomguard._device.cpu import cores
 from oomguard._device.find import Device, open_device
 from oomguard._guard import Guard
@@ -25,7 +25,6 @@ from oomguard._plan.store import check_device, save_plan
 from oomguard._plan.task_value import TaskPlan
 from oomguard._plan.value import Plan
 from oomguard._step import Training, make_optimizer, prepare
-from oomguard._train import TrainOptions
 from oomguard._train.checkpoint import Checkpoint, DamagedError, Model, TrainState, build_model, load, name_of, restore
 from oomguard._train.loop import Result, RunConfig, SpecTrainer, TaskResult, TrainConfig, Trainer, TrainProgress
 from oomguard._train.ranks import join
@@ -52,13 +51,13 @@ def run_training(
     settings = settle(plan, data, name_of(model), given)
     data, options, data_options = settings.data if data is None else data, settings.train, settings.options
     directory = Path(str(options.run))
-    _check(plan, options, data_options)
     if not settings.known:
         data_options = complete(data, data_options)
     model = settings.model if model is None else model
     check_environment(plan)
     with join(plan.where.device, sparse=plan.spec.sparse_embedding) as ranks:
         checkpoint = load(directory / CHECKPOINTS)
+        tell("Reading the data")
         ranks.agree([0])  # no process writes a checkpoint before all have looked for one
         opened = open_data(data, plan.spec, data_options, None if checkpoint is None else checkpoint.state.normaliser)
         if checkpoint is None:  # otherwise the data was checked at the start of the run
@@ -123,23 +122,13 @@ def run_from(
         del trainer  # frees its weights before new ones are made, since memory is short
 
 
-def _check(plan: Plan, options: TrainOptions, data_options: DataOptions) -> None:
-    for name in ("patience", "validate_every"):
-        if getattr(options, name) is not None and not data_options.validation:
-            raise MisuseError(
-                rule=f"{flag(name)} needs data for validation",
-                got=f"got --validation {data_options.validation:g}",
-                advice=f"Leave {flag(name)} out, or give --validation a share such as 0.1.",
-            )
-
-
 def check_environment(plan: Plan | TaskPlan) -> None:
     """Warn if the process was not started with the settings of the allocator that the plan relies on."""
     missing = [f"{name}={value}" for name, value in plan.exports.items() if os.environ.get(name) != value]
     if missing:
         warnings.warn(
             f"The plan's peak was measured with {' '.join(missing)} in the environment, which a process reads when it "
-            "starts. Start Python with these variables, or use the command oomguard train.",
+            "starts. Give train isolate=True, use the command oomguard train, or start Python with these variables.",
             stacklevel=5,
         )
 
@@ -158,6 +147,7 @@ def _trainer(config: TrainConfig, checkpoint: Checkpoint | None) -> Trainer:
         check_device(plan, device.title(), device.budget().limit_bytes)
     else:
         state = resumed_state(checkpoint, state, plan)
+    tell("Building the model, and making the first step")
     training = _training(config, device)
     if checkpoint is not None:
         restore(checkpoint, training)

@@ -13,12 +13,14 @@ from oomguard._data.options import DataOptions
 from oomguard._plan.store import load_plan, save_plan
 from oomguard._plan.task import TaskQuestion, find_task_plan
 from oomguard._plan.task_value import TaskPlan
+from oomguard._plan.value import Plan
 from oomguard._spec.spec import MAX_SEQ
 from oomguard._task.task import NAME, Task, goes_by, name_of, resolve
 from oomguard._train import TrainOptions
+from oomguard._train.checkpoint import Model
 from oomguard._train.loop import TaskResult, TrainProgress
 from oomguard._train.settings import settle_task
-from oomguard._train.start import check_environment, find_start, run_from
+from oomguard._train.start import check_environment, find_start, run_from, run_training
 
 if TYPE_CHECKING:
     from oomguard._train.ranks import Ranks
@@ -30,6 +32,19 @@ _INSTEAD = {"lr": "optimizer", "validation": "validation"} | dict.fromkeys(
     ("schedule", "warmup", "decay_every", "decay"), "scheduler"
 )
 """Options of the model of a spec, and the part of a task that has their place."""
+
+
+def start_training(
+    plan: Plan | TaskPlan | None,
+    data: Any,
+    model: Model,
+    options: dict[str, Any],
+    progress: Callable[[TrainProgress], None] | None,
+) -> TaskResult:
+    """Train the model of a spec, or a task."""
+    if isinstance(plan, Plan):
+        return run_training(plan, data, options, model, progress)
+    return run_task_training(plan, data, options, progress)
 
 
 def run_task_training(

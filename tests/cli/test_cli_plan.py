@@ -29,7 +29,8 @@ from oomguard._plan.find import AIMS
 from oomguard._plan.store import decode_plan, load_spec_plan
 from oomguard._plan.value import Plan
 from oomguard._report.plan import explain
-from oomguard._report.progress import Lines, progress_lines
+from oomguard._report.progress import search_status
+from oomguard._report.screens import Moment, Terminal
 from oomguard._report.tables import Section, Table, printer, show_sections, show_table
 from oomguard._search.propose import Probe
 from oomguard._search.run import MAX_PROBES, TIMEOUT_SECONDS, Progress
@@ -142,7 +143,6 @@ def test_every_flag_of_a_search_reaches_it(tmp_path: Path, monkeypatch: pytest.M
         "storage": "S",
         "budget": "1GiB",
         "device": "cuda:0,cuda:1",
-        "progress": None,
     }
 
 
@@ -343,16 +343,17 @@ def on_terminal(line: str, until: str | None = None) -> tuple[int, str, str]:
 def test_on_a_terminal_a_live_line_follows_the_search(tmp_path: Path) -> None:
     code, out, err = on_terminal(f"{TINY} --output {tmp_path / 'p.json'}")
     assert code == 0
-    assert re.search(r"0 probes done, at most \d+\.\d s left", err)
-    assert re.search(r"[\d.]+ MiB of [\d.]+ [GM]iB: T = 30, microbatch \d, segments \d+", err)
-    assert re.search(r"1 probe done, best [\d,]+ tokens/s", err)
+    shown = " ".join(err.split())
+    assert re.search(r"0 probes done, at most \d+\.\d s left", shown)
+    assert re.search(r"microbatch \d.*, 30 time steps: about [\d.]+ MiB of [\d.]+ [GM]iB", shown)
+    assert re.search(r"1 probe done, fastest so far [\d,]+ tokens/s", shown)
     assert out.startswith("Plan for gru")
 
 
 def test_ctrl_c_ends_the_search_with_the_best_plan_known(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     line = f"{TINY} --seq 200000 --batch 64 --max-probes 24 --output {path}"
-    code, out, _ = on_terminal(line, until="T = ")
+    code, out, _ = on_terminal(line, until="time steps")
     assert code == 0
     assert "search was interrupted, and this is the best plan known" in " ".join(out.split())
     assert load_spec_plan(path).ended == "interrupted"
@@ -497,21 +498,26 @@ def test_several_running_probes_have_a_line_each() -> None:
         for each in (8, 16)
     ]
     progress = Progress(probes=3, running=tuple(probes), best=None, seconds_left=61, budget_bytes=2 * GIB)
-    assert progress_lines(progress, 61) == [
-        "3 probes done, at most 1 min 1 s left",
-        "  trying 1.00 GiB of 2.00 GiB: T = 10,000, microbatch 8, segments 1",
-        "  trying 1.00 GiB of 2.00 GiB: T = 10,000, microbatch 16, segments 1",
-    ]
+    status = search_status(progress)
+    assert Moment(status, 0.0).text == "Searching: 3 probes done, at most 1 min 1 s left"
+    assert Moment(status, 58.0).text == "Searching: 3 probes done, at most 3.0 s left"
+    assert status.lines == (
+        "trying microbatch 8, 10,000 time steps: about 1.00 GiB of 2.00 GiB",
+        "trying microbatch 16, 10,000 time steps: about 1.00 GiB of 2.00 GiB",
+    )
 
 
-def test_a_narrow_terminal_shows_what_a_probe_needs_of_the_budget() -> None:
+def test_a_narrow_terminal_shows_all_of_a_probe() -> None:
     candidate = Candidate(microbatch=1024, segments=16_384, levels=3)
     spec = oomguard.Spec(cell="lstm", seq=10_000_000, batch=1024)
     probe = Probe(spec=spec, candidate=candidate, role="confirm", passes=1, peak_bytes=1000 * GIB, seconds_per_pass=1)
-    lines = Lines(Console(width=60, file=io.StringIO()))
-    lines.take(Progress(probes=3, running=(probe,), best=None, seconds_left=61, budget_bytes=2000 * GIB))
-    lines.console.print(lines.render())
-    assert "1,000.00 GiB of 1.95 TiB" in lines.console.file.getvalue()  # type: ignore[attr-defined]
+    progress = Progress(probes=3, running=(probe,), best=None, seconds_left=61, budget_bytes=2000 * GIB)
+    buffer = io.StringIO()
+    terminal = Terminal(Console(width=60, file=buffer))
+    terminal.console.print(terminal.render(Moment(search_status(progress), 0.0)))
+    shown = " ".join(buffer.getvalue().split())
+    assert "microbatch 1,024 with 16,384 segments, 10,000,000 time steps: about 1,000.00 GiB of 1.95 TiB" in shown
+    assert max(map(len, buffer.getvalue().splitlines())) <= 60
 
 
 def test_a_path_that_is_wider_than_the_terminal_stays_whole() -> None:

@@ -21,8 +21,7 @@ from oomguard._cli.flags import DATA, TRAINED
 from oomguard._data.open import Missing
 from oomguard._data.options import DataOptions
 from oomguard._guard.events import Events
-from oomguard._report import progress as progress_report
-from oomguard._report.progress import follow, progress_words, show_training
+from oomguard._report.progress import progress_words, show_training
 from oomguard._rnn import backward
 from oomguard._train import Schedule, TrainOptions
 from oomguard._train.loop import Result, TrainProgress
@@ -146,7 +145,7 @@ def test_the_process_starts_again_with_the_plans_environment(here: Path) -> None
         "error",
         "-m",
         "oomguard",
-        *["train", "plan.json", "--data", "data.npy", "--steps", "1", "--validation", "0"],
+        *["train", "plan.json", "--data", "data.npy", "--steps", "1", "--validation", "0", "--quiet"],
     ]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment, timeout=100)
@@ -156,11 +155,13 @@ def test_the_process_starts_again_with_the_plans_environment(here: Path) -> None
 def test_it_starts_again_only_if_something_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
     monkeypatch.setattr(commands, "started_with", ["train", "plan.json"])
-    monkeypatch.setattr(os, "execve", lambda *given: started.append(given))
     monkeypatch.setenv("ONE", "1")
+    monkeypatch.setattr(os, "execve", lambda *given: started.append(given))
     commands._restart_with({"ONE": "1"})
     assert started == []
-    commands._restart_with({"ONE": "2"})
+    with pytest.raises(commands.Restart) as restart:
+        commands._restart_with({"ONE": "2"})
+    restart.value.do()
     assert started[0][1][1:] == ["-m", "oomguard", "train", "plan.json"]
     assert started[0][2]["ONE"] == "2"
 
@@ -192,11 +193,6 @@ def test_the_schedules_are_those_that_the_help_names() -> None:
     assert next(flag.choices for flag in TRAINED if flag.name == "schedule") == get_args(Schedule)
 
 
-def test_nothing_is_shown_where_nobody_looks() -> None:
-    with follow(quiet=True) as progress:
-        assert progress is None
-
-
 def test_without_a_terminal_a_log_has_events_and_validations(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,17 +211,6 @@ def test_without_a_terminal_a_log_has_events_and_validations(
     assert [line.partition(",")[0] for line in rest] == ["Step 4 of 8", "Step 8 of 8"]
     assert run(f"{words} --run s --json".split()) == 0
     assert capsys.readouterr().err == ""
-
-
-def test_a_log_has_a_line_a_minute(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([0.0, 59.0, 60.0, 60.0, 61.0])
-    monkeypatch.setattr(progress_report, "monotonic", lambda: next(now))
-    with follow() as progress:
-        assert progress is not None
-        for step in range(3):
-            usual: Any = {"validation": None, "tokens_per_second": 1.0, "peak_bytes": 0, "budget_bytes": 1, "rung": 0}
-            progress(TrainProgress(step=step, total=9, loss=0.5, **usual))
-    assert capsys.readouterr().err == "Step 1 of 9, loss 0.5, 1.00 tokens/s\n"
 
 
 def test_what_was_cut_and_left_out_is_told(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

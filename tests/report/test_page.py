@@ -73,7 +73,7 @@ def test_nothing_but_the_script_may_run() -> None:
     page = Reader(page_of("hostile"))
     (policy,) = [str(tag["content"]) for tag in page.all("meta") if tag.get("http-equiv")]
     digest = base64.b64encode(hashlib.sha256(SCRIPT.read_bytes()).digest()).decode()
-    assert policy == f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'"
+    assert policy == f"default-src 'none'; img-src data:; script-src 'sha256-{digest}'; style-src 'unsafe-inline'"
     assert page.all("script") == [{}]
     assert page_of("hostile").count(f"<script>{SCRIPT.read_text()}</script>") == 1
 

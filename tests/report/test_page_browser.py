@@ -4,6 +4,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
@@ -149,7 +150,29 @@ def test_the_figures_are_those_of_the_plan(page: Page) -> None:
     assert fact(page, "Gradient")[0] == "exact"
     assert plan.seconds_per_step is not None
     assert fact(page, "A step")[0] == format_seconds(plan.seconds_per_step)
-    assert fact(page, "An epoch")[0] == format_seconds(plan.seconds_per_step * 1000 / plan.spec.batch)
+    assert fact(page, "Speed")[0].endswith("sequences/s")
+    assert page.locator("dt:text-is('An epoch')").count() == 0, "nobody knows the size of the data"
+
+
+def test_the_command_that_starts_the_training_is_copied(page: Page) -> None:
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.locator("[data-copy]").click()
+    page.locator("[data-copy]", has_text="Copied").wait_for()
+    assert page.evaluate("() => navigator.clipboard.readText()") == "oomguard train plan.json --data FILE"
+
+
+@pytest.mark.parametrize(("kind", "start"), [("svg", b"<svg "), ("png", b"\x89PNG")])
+def test_a_chart_is_saved_as_a_file(kind: str, start: bytes, page: Page) -> None:
+    figure = page.locator("[data-curve=front]")
+    with page.expect_download() as download:
+        figure.locator(f"[data-save={kind}]").click()
+    assert download.value.suggested_filename == f"front.{kind}"
+    content = Path(download.value.path()).read_bytes()
+    assert content.startswith(start)
+    assert len(content) > 10_000
+    if kind == "svg":
+        assert b"var(--" not in content.split(b">", 1)[1]
+        assert b"http" not in content.replace(b"http://www.w3.org/2000/svg", b"")
 
 
 def test_bars_are_as_long_as_their_sizes(page: Page) -> None:

@@ -11,9 +11,10 @@ from plan.making import EVERY, bucketed, fronted, lossy, measured, reckoned, rec
 from oomguard._core.units import GIB, MIB, format_bytes
 from oomguard._plan.find import AIMS as SEARCHED
 from oomguard._plan.value import Plan, Reach, Shortfall, Way
+from oomguard._report.notebook import to_html
 from oomguard._report.page import plan_page
 from oomguard._report.plan import AIMS, ENDED, explain, explain_shortfall, plan_json, summarize
-from oomguard._report.tables import Section, Table, to_html
+from oomguard._report.tables import Section, Table
 from oomguard._report.words import candidate_words, speed_words
 from oomguard._spec.candidate import Candidate
 from oomguard._spec.spec import Spec
@@ -341,7 +342,7 @@ def test_the_page_has_every_word_and_figure(kind: str) -> None:
 def test_everything_on_a_page_is_escaped() -> None:
     nasty = "<script>alert('&')</script>"
     table = Table(header=(nasty,), rows=((nasty,),), align="l")
-    page = to_html([Section(title=nasty, sentences=(nasty,), table=table, lines=(nasty,))] * 2)
+    page = to_html([], None, [Section(title=nasty, sentences=(nasty,), table=table, lines=(nasty,))] * 2)
     assert "<script" not in page
     assert page.count("&lt;script&gt;alert(&#39;&amp;&#39;)") == 10
 
