@@ -15,14 +15,14 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from oomguard._core.errors import MisuseError
 from oomguard._rnn.pieces import Order, Piece, cut, reversed_tokens
-from oomguard._rnn.seed import Tensors, gradients_of
+from oomguard._rnn.recompute import Border, Gradients, Pieces, Tensors, recomputed
 
 T = TypeVar("T")
 Kernel = Callable[..., tuple[Tensor, ...]]
@@ -88,7 +88,7 @@ def run_in_pieces(call: RecurrentCall, segments: int, *, recompute: bool = True)
             if block.both and finals and masks:
                 hidden = (hidden * masks.pop(0)).mul_(block.scale)
             inside = [] if block.both else masks
-            run = _Segments.apply if recompute else _in_chunks
+            run = _in_segments if recompute else _in_chunks
             hidden, *after = run(block, len(states), len(inside), hidden, *states, *inside, *weights)
             finals.append(after)
         ends = [torch.cat(parts) if len(finals) > 1 else parts[0] for parts in zip(*finals, strict=True)]
@@ -129,41 +129,25 @@ class _Block:
         """Whether it has both directions."""
         return len(self.orders) == 2
 
-    def walk(
-        self, direction: int, inputs: Tensor, states: Tensors, masks: Tensors, weights: Tensors, *, train: bool
-    ) -> Iterator[tuple[Piece, Tensors, Tensor, Tensors]]:
-        """Run one direction; yield each piece, the state before it, its outputs, and the state of all rows after it.
-
-        Sequences that have ended keep their state.
-        """
-        order, state = self.orders[direction], self.states_of(direction, states)
-        own = self.weights_of(direction, weights)
-        for piece in self.pieces:
-            before = [part[:, : piece.rows].contiguous() for part in state]
-            some = [order.read(mask, piece) for mask in masks]
-            out, after = self.run(piece, order.read(inputs, piece), before, some, own, train=train)
-            state = with_rows(state, after)
-            yield piece, before, out, state
-
     def run(
-        self, piece: Piece, hidden: Tensor, state: Tensors, masks: Tensors, weights: Tensors, *, train: bool
+        self, piece: Piece, hidden: Tensor, state: Tensors, masks: Tensors, weights: Tensors
     ) -> tuple[Tensor, Tensors]:
         """Run one piece of one direction; return its outputs and the state after it. Masks are those of the piece."""
         if not masks:
-            return self._call(piece, hidden, state, weights, self.layers, train=train)
+            return self._call(piece, hidden, state, weights, self.layers)
         each, after = len(weights) // self.layers, list[Tensors]()
         for layer in range(self.layers):
             hidden = hidden * masks[layer - 1] * self.scale if layer else hidden
             before, own = [part[layer : layer + 1] for part in state], weights[layer * each : (layer + 1) * each]
-            hidden, new = self._call(piece, hidden, before, own, 1, train=train)
+            hidden, new = self._call(piece, hidden, before, own, 1)
             after.append(new)
         return hidden, [torch.cat(parts) for parts in zip(*after, strict=True)]
 
     def _call(
-        self, piece: Piece, hidden: Tensor, state: Tensors, weights: Tensors, layers: int, *, train: bool
+        self, piece: Piece, hidden: Tensor, state: Tensors, weights: Tensors, layers: int
     ) -> tuple[Tensor, Tensors]:
         hx = state if len(state) == 2 else state[0]
-        settings = (self.biases, layers, 0.0, train, False)
+        settings = (self.biases, layers, 0.0, torch.is_grad_enabled(), False)
         if piece.dense:
             out, *after = self.kernel(hidden, hx, weights, *settings, False)
         else:
@@ -171,14 +155,11 @@ class _Block:
         return out, after
 
     def states_of(self, direction: int, states: Tensors) -> Tensors:
-        return [part[direction * self.layers : (direction + 1) * self.layers] for part in states]
+        return [part[direction * self.layers : (direction + 1) * self.layers].contiguous() for part in states]
 
     def weights_of(self, direction: int, weights: list[T]) -> list[T]:
         each = len(weights) // len(self.orders)
         return weights[direction * each : (direction + 1) * each]
-
-    def outputs_of(self, direction: int, outputs: Tensor) -> Tensor:
-        return outputs.chunk(len(self.orders), -1)[direction]
 
 
 def _blocks(call: RecurrentCall, segments: int) -> Iterator[tuple[_Block, Tensors, Tensors]]:
@@ -202,24 +183,19 @@ def _blocks(call: RecurrentCall, segments: int) -> Iterator[tuple[_Block, Tensor
         yield block, [part[i] for part in states], list(call.weights[i * each : (i + 1) * each])
 
 
-def with_rows(old: Tensors, new: Tensors) -> Tensors:
-    """Replace the first rows of a state."""
-    pairs = zip(old, new, strict=True)
-    return [b if a.shape[1] == b.shape[1] else torch.cat([b, a[:, b.shape[1] :]], 1) for a, b in pairs]
-
-
 def _in_chunks(block: _Block, n_states: int, n_masks: int, inputs: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
     """Run a block piece by piece under autograd, which keeps the graph of every piece."""
     states, masks, weights = _split(rest, n_states, n_masks)
-    sides, finals, after = list[Tensor](), list[Tensors](), states
+    outputs, finals = list[Tensors](), list[Tensors]()
     for direction, order in enumerate(block.orders):
-        made = list[Tensor]()
-        for _, _, out, after in block.walk(direction, inputs, states, masks, weights, train=True):  # noqa: B007
+        side, made, state = _Side(block, direction, inputs, masks, weights), [], block.states_of(direction, states)
+        for i in range(len(block.pieces)):
+            state, (out, *ended) = side.call(i, state, [side.read(inputs, i)])
             made.append(out.flatten(0, -2) if order.packed else out)
-        sides.append(order.turned(torch.cat(made)))
-        finals.append(after)
-    ends = [torch.cat(parts) for parts in zip(*finals, strict=True)] if block.both else finals[0]
-    return torch.cat(sides, -1) if block.both else sides[0], *ends
+            side.ended += [ended] if ended else []
+        outputs.append([order.turned(torch.cat(made))])
+        finals.append(side.ends())
+    return *_joined(outputs, -1), *_joined(finals)
 
 
 def _split(rest: Sequence[Tensor], n_states: int, n_masks: int) -> tuple[Tensors, Tensors, Tensors]:
@@ -227,81 +203,98 @@ def _split(rest: Sequence[Tensor], n_states: int, n_masks: int) -> tuple[Tensors
     return list(rest[:n_states]), list(rest[n_states : n_states + n_masks]), list(rest[n_states + n_masks :])
 
 
-class _Segments(torch.autograd.Function):
-    """A block whose pieces are recomputed in the backward pass, from the states at their borders."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, block: _Block, n_states: int, n_masks: int, inputs: Tensor, *rest: Tensor
-    ) -> tuple[Tensor, ...]:
-        states, masks, weights = _split(rest, n_states, n_masks)
-        weights = [weight.detach() for weight in weights]  # autocast must not store a cast that has no graph
-        whole, borders, finals, after = None, list[Tensor](), list[Tensors](), states
-        for direction, order in enumerate(block.orders):
-            for piece, before, out, after in block.walk(direction, inputs, states, masks, weights, train=False):  # noqa: B007
-                borders += before
-                if whole is None:
-                    shape = (*inputs.shape[:-1], out.shape[-1] * len(block.orders))
-                    whole = torch.zeros(shape, dtype=out.dtype, device=out.device)
-                order.add(block.outputs_of(direction, whole), piece, out)
-            finals.append(after)
-        assert whole is not None  # a call has a step
-        ctx.save_for_backward(inputs, *rest, *borders)
-        ctx.set_materialize_grads(False)
-        ctx.block, ctx.counts, ctx.autocast = (
-            block,
-            (n_states, n_masks, len(rest)),
-            autocast_setting(inputs.device.type),
-        )
-        return whole, *([torch.cat(parts) for parts in zip(*finals, strict=True)] if block.both else finals[0])
-
-    @staticmethod
-    def backward(ctx: Any, of_outputs: Tensor | None, *of_ends: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_double_backward()
-        block, (n_states, n_masks, n_rest) = ctx.block, ctx.counts
-        inputs, *saved = ctx.saved_tensors
-        states, masks, weights = _split(saved[:n_rest], n_states, n_masks)
-        borders, needs = saved[n_rest:], ctx.needs_input_grad
-        leaves = [w.detach().requires_grad_(n) for w, n in zip(weights, needs[4 + n_states + n_masks :], strict=True)]
-        of_inputs = torch.zeros_like(inputs) if needs[3] else None
-        of_weights = [torch.zeros_like(leaf) if leaf.requires_grad else None for leaf in leaves]
-        of_states = [torch.zeros_like(a) if b is None else b for a, b in zip(states, of_ends, strict=True)]
-        sides = list[Tensors]()
-        with _alone(inputs.device), torch.enable_grad(), torch.autocast(*ctx.autocast):
-            for direction, order in reversed([*enumerate(block.orders)]):
-                own, sums = block.weights_of(direction, leaves), block.weights_of(direction, of_weights)
-                after = block.states_of(direction, of_states)
-                given = None if of_outputs is None else block.outputs_of(direction, of_outputs)
-                for piece in reversed(block.pieces):
-                    leaf = order.read(inputs, piece).detach().requires_grad_(needs[3])
-                    before = [borders.pop().detach().requires_grad_() for _ in states][::-1]
-                    some = [order.read(mask, piece) for mask in masks]
-                    out, states_after = block.run(piece, leaf, before, some, own, train=True)
-                    tops = [*zip(states_after, [part[:, : piece.rows] for part in after], strict=True)]
-                    tops += [] if given is None else [(out, order.read(given, piece))]
-                    of_leaf, *found = gradients_of([leaf, *before, *own], tops)
-                    del out, states_after, tops  # free the graph of this piece before the next one is built
-                    after = with_rows(after, [gradient for gradient in found[:n_states] if gradient is not None])
-                    if of_inputs is not None and of_leaf is not None:
-                        order.add(of_inputs, piece, of_leaf)
-                    for total, gradient in zip(sums, found[n_states:], strict=True):
-                        if total is not None and gradient is not None:
-                            total.add_(gradient)
-                sides.insert(0, after)
-        starts = [torch.cat(parts).to(state.dtype) for *parts, state in zip(*sides, states, strict=True)]
-        return None, None, None, of_inputs, *starts, *(None for _ in masks), *of_weights
+def _joined(parts: list[Tensors], dim: int = 0) -> Tensors:
+    """Join tensors of the same kind, such as the states of all directions."""
+    return [torch.cat(same, dim) for same in zip(*parts, strict=True)] if len(parts) > 1 else parts[0]
 
 
-def refuse_double_backward() -> None:
-    """Raise if the gradients of a backward pass are to be differentiated again (`create_graph=True`)."""
-    if torch.is_grad_enabled():
-        raise MisuseError(
-            rule="Gradients of what is recomputed cannot be differentiated again",
-            got="the backward pass was called with create_graph=True",
-            advice="Run this part of the model without segments.",
-        )
+class _Side(Pieces):
+    """The pieces of one direction of a block.
+
+    The state before a piece has the rows of that piece. Rows that end with it give their last state as an output.
+    """
+
+    def __init__(self, block: _Block, direction: int, inputs: Tensor, masks: Tensors, weights: Tensors) -> None:
+        self.block, self.direction, self.order = block, direction, block.orders[direction]
+        self.inputs, self.masks, self.weights = [inputs], masks, block.weights_of(direction, weights)
+        self.of_inputs: Gradients = [None]
+        self.whole: Tensor | None = None  # the outputs of both directions; in the backward pass, their gradients
+        self.ended = list[Tensors]()  # the last states of rows, the shortest first
+        self.of_ends = Tensors()
+
+    def call(self, i: int, state: Tensors, given: Tensors) -> tuple[Tensors, Tensors]:
+        piece, on = self.block.pieces[i], self._rows_after(i)
+        masks = [self.order.read(mask, piece) for mask in self.masks]
+        out, after = self.block.run(piece, given[0], state, masks, self.weights)
+        if on in (0, piece.rows):
+            return (after, [out]) if on else ([], [out, *after])
+        return [part[:, :on].contiguous() for part in after], [out, *(part[:, on:] for part in after)]
+
+    def of_outputs(self, i: int, outputs: Tensors) -> Gradients:
+        of_out = None if self.whole is None else self.read(self._own(self.whole), i)
+        on, rows = self._rows_after(i), self.block.pieces[i].rows
+        return [of_out, *(part[:, on:rows] for part in self.of_ends if on < rows)]
+
+    def take(self, outputs: Tensors, i: int) -> None:
+        out, *ended = outputs
+        self.ended += [ended] if ended else []
+        if self.whole is None:
+            shape = (*self.inputs[0].shape[:-1], out.shape[-1] * len(self.block.orders))
+            self.whole = torch.zeros(shape, dtype=out.dtype, device=out.device)
+        self.write(self._own(self.whole), i, out)
+
+    def read(self, whole: Tensor, i: int) -> Tensor:
+        return self.order.read(whole, self.block.pieces[i])
+
+    def write(self, whole: Tensor, i: int, values: Tensor) -> None:
+        self.order.add(whole, self.block.pieces[i], values)
+
+    def ends(self) -> Tensors:
+        return _joined(self.ended[::-1], 1)
+
+    def _rows_after(self, i: int) -> int:
+        return self.block.pieces[i + 1].rows if i + 1 < len(self.block.pieces) else 0
+
+    def _own(self, whole: Tensor) -> Tensor:
+        return whole.chunk(len(self.block.orders), -1)[self.direction]
 
 
-def autocast_setting(kind: str) -> tuple[str, torch.dtype, bool]:
-    """Return the present setting of autocast on a kind of device, as torch.autocast takes it."""
-    return kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+def _in_segments(block: _Block, n_states: int, n_masks: int, inputs: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+    """Run a block piece by piece without a graph. Its backward pass recomputes the pieces."""
+    states, masks, weights = _split(rest, n_states, n_masks)
+    weights = [weight.detach() for weight in weights]  # autocast must not store a cast that has no graph
+    sides, borders = list[_Side](), list[list[Border]]()
+    with torch.no_grad():
+        for direction in range(len(block.orders)):
+            side = _Side(block, direction, inputs, masks, weights)
+            side.whole = sides[0].whole if sides else None
+            borders.append(side.keep(range(len(block.pieces)), block.states_of(direction, states), whole=True))
+            sides.append(side)
+        assert side.whole is not None  # a call has a step
+        results = [side.whole, *_joined([side.ends() for side in sides])]
+    return tuple(recomputed(partial(_again, block, n_states, n_masks), results, borders, [inputs, *rest]))
+
+
+def _again(
+    block: _Block,
+    n_states: int,
+    n_masks: int,
+    borders: list[list[Border]],
+    of_results: Gradients,
+    needs: Sequence[bool],
+    tensors: Tensors,
+) -> Gradients:
+    """Return the gradients of the inputs, states, masks and weights of a block."""
+    (inputs, *rest), (of_outputs, *of_ends) = tensors, of_results
+    states, masks, weights = _split(rest, n_states, n_masks)
+    leaves = [w.detach().requires_grad_(n) for w, n in zip(weights, needs[1 + n_states + n_masks :], strict=True)]
+    of_inputs = torch.zeros_like(inputs) if needs[0] else None
+    of_states = [torch.zeros_like(a) if b is None else b for a, b in zip(states, of_ends, strict=True)]
+    found = list[Gradients]()
+    with _alone(inputs.device):
+        for direction, own in enumerate(borders):
+            side = _Side(block, direction, inputs, masks, leaves)
+            side.whole, side.of_inputs, side.of_ends = of_outputs, [of_inputs], block.states_of(direction, of_states)
+            found.append(side.differentiate(own, []))
+    starts = [torch.cat(parts).to(state.dtype) for *parts, state in zip(*found, states, strict=True)]
+    return [of_inputs, *starts, *(None for _ in masks), *(leaf.grad for leaf in leaves)]

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from oomguard._core.errors import MisuseError, check_whole, shown
+from oomguard._rnn.recompute import Tensors
 from oomguard._rnn.rng import remember_all
 from oomguard._rnn.scan import SAME, flattened, run_loop, unflattened
-from oomguard._rnn.seed import Tensors
 
 SAMPLES = 16  # rows on which a loss is checked for being a sum
 Batch = TypeVar("Batch")
@@ -86,13 +86,15 @@ def piecewise_loss(
     model: nn.Module,
     pieces: Iterable[Batch],
     state: object = None,
+    *,
+    levels: int = 1,
 ) -> tuple[Tensor, Count, Any]:
     """Run a loss over the pieces of a batch, one after another in time: the sum and count of all, and the last state.
 
     `loss(model, piece, state)` returns the sum of the losses of a piece, the number to divide it by, and the state
     after the piece: None, a tensor, or nested tuples, lists and dicts of tensors. The first piece gets `state`. The
     gradient is that of the whole batch. The forward pass keeps the states alone, and the backward pass computes each
-    piece again, so that the activations and logits of only one piece exist at a time.
+    piece again, so that the activations and logits of only one piece exist at a time. `levels` is that of `scan`.
 
     >>> import oomguard, torch
     >>> model = torch.nn.ModuleDict({"rnn": torch.nn.GRU(3, 4), "head": torch.nn.Linear(4, 1000)})
@@ -107,6 +109,7 @@ def piecewise_loss(
     >>> count, state.shape
     (200, torch.Size([1, 2, 4]))
     """
+    check_whole("levels", levels, 1, 3, optional=False)
     batches, counts = [*pieces], list[Count]()
     if not batches:
         raise MisuseError(rule="A loss needs pieces", got="got none", advice="Give at least one piece of a batch.")
@@ -124,7 +127,7 @@ def piecewise_loss(
 
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     zero, spans = torch.zeros((), device=device), [(i, 1) for i in range(len(batches))]
-    results = run_loop(run_piece, spans, [zero, *given_state[0]], [torch.arange(len(batches))])[0]
+    results = run_loop(run_piece, spans, [zero, *given_state[0]], [torch.arange(len(batches))], levels)[0]
     whole: Any = sum(counts[1:], start=counts[0])
     return results[0], whole, unflattened(results[1:], trees[-1])
 

@@ -4,45 +4,57 @@ import json
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+Restore = Callable[[], None]  # sets random numbers back
 
-def remember_random() -> Callable[[], None]:
+
+def remember(*generators: torch.Generator) -> Restore:
+    """Return a function that sets generators of PyTorch back to their present states."""
+    return _all_of(*(partial(generator.set_state, generator.get_state()) for generator in generators))
+
+
+def remember_random() -> Restore:
     """Return a function that sets Python's and NumPy's global random numbers back to their present states."""
-    python, numpy = random.getstate(), np.random.get_state(legacy=False)
-
-    def restore() -> None:
-        random.setstate(python)
-        np.random.set_state(numpy)
-
-    return restore
+    numpy = np.random.get_state(legacy=False)
+    return _all_of(partial(random.setstate, random.getstate()), partial(np.random.set_state, numpy))
 
 
-def remember_all(device: torch.device) -> Callable[[], None]:
+def remember_all(device: torch.device) -> Restore:
     """Return a function that sets PyTorch's random numbers back too, on the CPU and on a device."""
-    restore_others, states = remember_random(), rng_states(device)
+    return _all_of(remember_random(), remember(*generators_of(device)))
 
+
+def _all_of(*marks: Callable[[], object]) -> Restore:
     def restore() -> None:
-        restore_others()
-        set_rng_states(device, states)
+        for mark in marks:
+            mark()
 
     return restore
+
+
+def generators_of(device: torch.device) -> list[torch.Generator]:
+    """PyTorch's generators that a step may draw from: that of the CPU and, on a card, the card's own."""
+    if device.type == "cpu":
+        return [torch.default_generator]
+    present = torch.cuda.current_device()  # makes the generators if nothing has used a card yet
+    return [torch.default_generator, torch.cuda.default_generators[present if device.index is None else device.index]]
 
 
 def rng_states(device: torch.device) -> dict[str, Tensor]:
     """The states of the random number generators that a step uses: `cpu` and, on a card, `cuda`."""
-    states = {"cpu": torch.get_rng_state()}
-    return states if device.type == "cpu" else states | {"cuda": torch.cuda.get_rng_state(device)}
+    return {generator.device.type: generator.get_state() for generator in generators_of(device)}
 
 
 def set_rng_states(device: torch.device, states: Mapping[str, Tensor]) -> None:
     """Let random numbers continue from these states; a card keeps its own if they were taken without one."""
-    torch.set_rng_state(states["cpu"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
+    for generator in generators_of(device):
+        if generator.device.type in states:
+            generator.set_state(states[generator.device.type])
 
 
 def global_states() -> dict[str, Tensor]:

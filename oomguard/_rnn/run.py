@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from oomguard._rnn.model import Recurrent, State
+from oomguard._rnn.rng import Restore, generators_of, remember
 from oomguard._spec.candidate import Candidate
 from oomguard._spec.spec import Spec
 
 IGNORED = -100  # the target that marks a step without one, as in PyTorch's cross-entropy
-Mark = Tensor | None  # the state of a random generator; None if nothing is random
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -42,36 +42,6 @@ def count_targets(spec: Spec, batch: Microbatch) -> int:
     return batch.targets.shape[:-1].numel()
 
 
-class RngState:
-    """The random generator of dropout: a piece that is recomputed must use the masks of the first time."""
-
-    def __init__(self, model: Recurrent) -> None:
-        self.generator: torch.Generator | None = None
-        if model.spec.dropout and model.training and len(model.calls) > 1:
-            cuda = model.device.type == "cuda"
-            self.generator = torch.cuda.default_generators[model.device.index or 0] if cuda else torch.default_generator
-        self.end: Mark = None
-        """The state after all pieces ran in order: random numbers continue from there, as after a plain pass."""
-
-    def read(self) -> Mark:
-        return None if self.generator is None else self.generator.get_state()
-
-    def restore(self, mark: Mark) -> None:
-        if self.generator is not None and mark is not None:
-            self.generator.set_state(mark)
-
-    @contextmanager
-    def continuing(self) -> Iterator[None]:
-        """Leave the generator as a plain pass would, or as it was if the pass fails."""
-        start = self.read()
-        try:
-            yield
-        except BaseException:
-            self.restore(start)
-            raise
-        self.restore(self.end)
-
-
 class Run:
     """One microbatch that runs through the model in the candidate's pieces, or as a whole."""
 
@@ -90,7 +60,8 @@ class Run:
         self.length = self.steps if whole else length  # steps of a piece
         self.pieces = -(-self.steps // self.length)
         self.total = torch.zeros((), device=model.device, dtype=model.head.weight.dtype)  # sum of the losses so far
-        self.rng = RngState(model)
+        random = model.spec.dropout and model.training and len(model.calls) > 1
+        self.generators = generators_of(model.device)[-1:] if random else []  # those that dropout draws from
         self.home = torch.device("cpu") if candidate.keep == "host" else model.device
         """The device of tensors that span the whole sequence."""
 
@@ -126,6 +97,10 @@ class Run:
         """Real steps of each sequence within piece `i`."""
         start, steps = self.span(i)
         return None if self.batch.lengths is None else (self.batch.lengths - start).clamp(0, steps)
+
+    def remember(self) -> Restore:
+        """Return a function that sets random numbers back, for the same dropout masks when a piece is recomputed."""
+        return remember(*self.generators)
 
     def computing(self) -> AbstractContextManager[Any]:
         """Return a context that computes in the candidate's precision."""

@@ -5,11 +5,11 @@ the last to the first. A loop may use any tensors of the code around it, such as
 that need gradients, so that they become inputs of the autograd function.
 """
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,25 +18,28 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from oomguard._batch import leaves_of, map_leaves
 from oomguard._core.errors import MisuseError, check_whole, shown
-from oomguard._rnn.calls import autocast_setting, refuse_double_backward
-from oomguard._rnn.rng import remember_all
-from oomguard._rnn.seed import Ends, Gradients, Tensors, gradients_of
+from oomguard._rnn.recompute import Border, Ends, Gradients, Pieces, Tensors, gradients_of, recomputed
+from oomguard._rnn.rng import Restore, remember_all
 
 S = TypeVar("S")
 X = TypeVar("X")
 Y = TypeVar("Y")
+Spans = list[tuple[int, int]]  # the first step of each piece, and its number of steps
 RunPiece = Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
 """Takes the state before a piece and its inputs; returns the state after it and its outputs, one for each step."""
 SAME = 0.01  # relative difference up to which a recomputed state is the first one: kernels of cards may add differently
 
 
-def scan(step: Callable[[S, X], tuple[S, Y]], state: S, inputs: X, segments: int | None = None) -> tuple[S, Y]:
+def scan(
+    step: Callable[[S, X], tuple[S, Y]], state: S, inputs: X, segments: int | None = None, *, levels: int = 1
+) -> tuple[S, Y]:
     """Run a loop over time in segments: `state, output = step(state, input)` for every step of the inputs.
 
     State, inputs and outputs are tensors, or nested tuples, lists and dicts of tensors. Time is the first dimension of
     the inputs, and of the outputs that are returned with the last state. Gradients reach the state, the inputs, and
     every tensor that `step` uses, such as the weights of its cells. By default there are as many segments as a segment
-    has steps.
+    has steps. With 2 or 3 `levels`, only about `segments ** (1 / levels)` states are kept, and each level runs the loop
+    once more.
 
     The backward pass calls `step` again with the same random numbers (of PyTorch, Python and NumPy). So `step` must
     depend on nothing else that changes, and must not change tensors in place.
@@ -59,6 +62,7 @@ def scan(step: Callable[[S, X], tuple[S, Y]], state: S, inputs: X, segments: int
         raise MisuseError(rule="All inputs of a scan need the same number of steps", got=f"got {sizes}", advice=advice)
     steps, trees = len(series[0]), dict[str, object]()
     check_whole("segments", segments, 1, 1_000_000_000)
+    check_whole("levels", levels, 1, 3, optional=False)
 
     def run_piece(before: Tensors, given: Tensors) -> tuple[Tensors, Tensors]:
         made = list[Tensors]()
@@ -76,7 +80,7 @@ def scan(step: Callable[[S, X], tuple[S, Y]], state: S, inputs: X, segments: int
 
     size = -(-steps // min(steps, segments or round(math.sqrt(steps))))
     spans = [(start, min(size, steps - start)) for start in range(0, steps, size)]
-    after, outputs = run_loop(run_piece, spans, parts, series)
+    after, outputs = run_loop(run_piece, spans, parts, series, levels)
     return unflattened(after, state_tree), unflattened(outputs, trees["outputs"])
 
 
@@ -146,102 +150,107 @@ class _Replaced(TorchFunctionMode):
         return self.instead.get(id(value), value)
 
 
-class _Loop(NamedTuple):
-    """A loop in pieces, as its backward pass needs it."""
+class _Loop(Pieces):
+    """The pieces of a loop: in the forward pass, and with the gradients of results in the backward pass."""
 
-    run_piece: RunPiece
-    spans: list[tuple[int, int]]  # the first step of each piece, and its number of steps
-    random: list[Callable[[], None]]  # set the random numbers back to those before each piece
-    others: Tensors  # tensors that the loop uses beside its state and its inputs, and that need gradients
-    sizes: list[int]  # tensors of the state before each piece, and after the last
-    inputs: int  # tensors of the inputs
-    autocast: tuple[str, torch.dtype, bool]
-    modes: list[TorchFunctionMode]  # such as that of `segmented`; backward passes run without them
+    def __init__(self, run_piece: RunPiece, spans: Spans, inputs: Tensors, device: torch.device) -> None:
+        self.run_piece, self.spans, self.inputs, self.draws_on = run_piece, spans, inputs, device
+        self.last, self.before = Tensors(), Tensors()  # the last state that was computed; the last one before a graph
+        self.made = list[Tensors]()  # the outputs of each piece, in the forward pass
+        self.of_inputs = [None for _ in inputs]
+        self.of_made, self.of_others = Gradients(), Gradients()
+        self.replaced: Tensors | None = None  # `others` as the code around the loop has them, until they are checked
+
+    def call(self, i: int, state: Tensors, given: Tensors) -> tuple[Tensors, Tensors]:
+        after, made = self.run_piece(state, given)
+        if torch.is_grad_enabled():
+            _check_same(after, self.before)
+            self.before = state
+        else:
+            self.last = after
+        return after, made
+
+    def read(self, whole: Tensor, i: int) -> Tensor:
+        return whole.narrow(0, *self.spans[i])
+
+    def write(self, whole: Tensor, i: int, values: Tensor) -> None:
+        whole.narrow(0, *self.spans[i]).copy_(values)
+
+    def of_outputs(self, i: int, outputs: Tensors) -> Gradients:
+        return [None if total is None else self.read(total, i) for total in self.of_made]
+
+    def gradients_of(self, starts: Tensors, ends: Ends) -> Gradients:
+        if self.replaced is not None:
+            _check_known(ends, starts, self.replaced)
+        self.replaced = None
+        return gradients_of(starts, ends)  # users' weights keep their `grad`
+
+    def take(self, outputs: Tensors, i: int) -> None:
+        self.made.append(outputs)
+
+    def add(self, gradients: Gradients, i: int) -> None:
+        super().add(gradients[: len(self.inputs)], i)
+        for j, gradient in enumerate(gradients[len(self.inputs) :]):
+            if gradient is not None:
+                total = self.of_others[j]
+                self.of_others[j] = gradient if total is None else total + gradient
+
+    def remember(self) -> Restore:
+        return remember_all(self.draws_on)
 
 
 def run_loop(
-    run_piece: RunPiece, spans: list[tuple[int, int]], state: Tensors, inputs: Tensors
+    run_piece: RunPiece, spans: Spans, state: Tensors, inputs: Tensors, levels: int = 1
 ) -> tuple[Tensors, Tensors]:
     """Run a loop without a graph; return the last state and the outputs, as results of an autograd function."""
     before, series = [part.detach() for part in state], [part.detach() for part in inputs]
-    used, marks, borders, made = _UsedTensors(), list[Callable[[], None]](), list[Tensors](), list[Tensors]()
-    device = (state + inputs)[0].device
+    loop, used = _Loop(run_piece, spans, series, (state + inputs)[0].device), _UsedTensors()
     with torch.no_grad(), used:
-        for span in spans:
-            borders.append(before)
-            marks.append(remember_all(device))
-            before, outputs = run_piece(before, [part.narrow(0, *span) for part in series])
-            made.append(outputs)
-        results = [part.clone() for part in before] + [torch.cat(parts) for parts in zip(*made, strict=True)]
+        borders = loop.keep(range(len(spans)), before, levels, whole=True)
+        results = [part.clone() for part in loop.last]
+        results += [torch.cat(parts) for parts in zip(*loop.made, strict=True)]
+    n = len(loop.last)
     if torch.is_grad_enabled():
-        others, sizes = [*used.found.values()], [len(state) for state in (*borders, before)]
-        setting = autocast_setting(device.type)
+        others = [*used.found.values()]
         modes: list[TorchFunctionMode] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        loop = _Loop(run_piece, spans, marks, others, sizes, len(inputs), setting, modes)
-        apply: Callable[..., tuple[Tensor, ...]] = _Recomputed.apply
-        results = [*apply(loop, results, *state, *inputs, *others, *itertools.chain(*borders))]
-    return results[: len(before)], results[len(before) :]
+        again = partial(_again, run_piece, spans, levels, modes, others, n)
+        results = recomputed(again, results, [borders], [*state, *inputs, *others])
+    return results[:n], results[n:]
 
 
-class _Recomputed(torch.autograd.Function):
-    """The results of a loop. Its pieces are recomputed in the backward pass, from the states before them."""
-
-    @staticmethod
-    def forward(ctx: Any, loop: _Loop, results: Tensors, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(*tensors)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(result for result in results if not result.is_floating_point()))
-        ctx.loop = loop
-        return tuple(results)
-
-    @staticmethod
-    def backward(ctx: Any, *of_results: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_double_backward()
-        loop: _Loop = ctx.loop
-        n, last, saved = loop.sizes[0], loop.sizes[-1], [*ctx.saved_tensors]
-        middle = n + loop.inputs
-        inputs, borders = saved[n:middle], saved[middle + len(loop.others) :]
-        wanted = ctx.needs_input_grad[2 + n : 2 + middle]
-        of_inputs: Gradients = [torch.zeros_like(x) if y else None for x, y in zip(inputs, wanted, strict=True)]
-        of_others: Gradients = [None for _ in loop.others]
-        of_state, after = [*of_results[:last]], Tensors()
-        # tensors with a graph of their own become leaves, so that a piece's backward pass ends there
-        others = [tensor if tensor.is_leaf else tensor.detach().requires_grad_() for tensor in loop.others]
-        instead = _Replaced({id(a): b for a, b in zip(loop.others, others, strict=True) if a is not b})
-        with torch.enable_grad(), torch.autocast(*loop.autocast), ExitStack() as stack:
-            for mode in (*loop.modes, instead):
-                stack.enter_context(mode)
-            for i, (start, steps) in reversed([*enumerate(loop.spans)]):
-                size = loop.sizes[i]
-                first = [borders.pop() for _ in range(size)][::-1]
-                before = [part.detach().requires_grad_(part.is_floating_point()) for part in first]
-                cuts = [part.narrow(0, start, steps).detach() for part in inputs]
-                given = [cut.requires_grad_(need) for cut, need in zip(cuts, wanted, strict=True)]
-                with _repeated_random(loop.random[i], saved[0].device):
-                    ends, made = loop.run_piece(before, given)
-                _check_same(ends, after)
-                of_made = [None if g is None else g.narrow(0, start, steps) for g in of_results[last:]]
-                pairs = zip([*ends, *made], [*of_state, *of_made], strict=True)
-                tops = [(end, gradient) for end, gradient in pairs if gradient is not None]
-                if i == len(loop.spans) - 1:
-                    _check_known(tops, [*before, *given, *others], loop.others)
-                found = gradients_of([*before, *given, *others], tops)
-                del ends, made, tops, pairs  # free the graph of this piece before the next one is built
-                of_state, after = found[:size], first
-                for total, gradient in zip(of_inputs, found[size : size + loop.inputs], strict=True):
-                    if total is not None and gradient is not None:
-                        total.narrow(0, start, steps).copy_(gradient)
-                for j, gradient in enumerate(found[size + loop.inputs :]):
-                    if gradient is not None:
-                        total = of_others[j]
-                        of_others[j] = gradient if total is None else total + gradient
-        return None, None, *of_state, *of_inputs, *of_others, *(None for _ in saved[middle + len(loop.others) :])
+def _again(
+    run_piece: RunPiece,
+    spans: Spans,
+    levels: int,
+    modes: list[TorchFunctionMode],  # such as that of `segmented`; backward passes run without them
+    replaced: Tensors,  # tensors that the loop uses beside its state and its inputs, and that need gradients
+    last: int,  # tensors of the last state
+    borders: list[list[Border]],
+    of_results: Gradients,
+    needs: Sequence[bool],
+    tensors: Tensors,
+) -> Gradients:
+    """Return the gradients of the first state, of the inputs, and of the other tensors that a loop uses."""
+    part = slice(len(borders[0][0].state), len(tensors) - len(replaced))
+    loop = _Loop(run_piece, spans, tensors[part], tensors[0].device)
+    pairs = zip(loop.inputs, needs[part], strict=True)
+    loop.of_inputs = [torch.zeros_like(whole) if need else None for whole, need in pairs]
+    loop.of_made, loop.of_others, loop.replaced = of_results[last:], [None for _ in replaced], replaced
+    # tensors with a graph of their own become leaves, so that a piece's backward pass ends there
+    loop.others = [tensor if tensor.is_leaf else tensor.detach().requires_grad_() for tensor in replaced]
+    instead = _Replaced({id(a): b for a, b in zip(replaced, loop.others, strict=True) if a is not b})
+    with ExitStack() as stack:
+        stack.callback(loop.remember())  # go on afterwards with the random numbers that would have come
+        for mode in (*modes, instead):
+            stack.enter_context(mode)
+        of_state = loop.differentiate(borders[0], of_results[:last], levels)
+    return [*of_state, *loop.of_inputs, *loop.of_others]
 
 
 def _check_same(recomputed: Tensors, first: Tensors) -> None:
     """Raise unless a recomputed state is the one that the forward pass had at that border."""
     for ours, theirs in zip(recomputed, first, strict=False):  # after the last piece, there is no border
-        a, b = ours.detach().double().cpu(), theirs.double().cpu()
+        a, b = ours.detach().double().cpu(), theirs.detach().double().cpu()
         limit = SAME * b.nan_to_num().abs().amax() if theirs.is_floating_point() and b.numel() else 0.0
         if a.shape != b.shape or not torch.allclose(a, b, rtol=0.0, atol=float(limit), equal_nan=True):
             raise MisuseError(
@@ -268,14 +277,3 @@ def _check_known(tops: Ends, known: Tensors, replaced: Tensors) -> None:
                 advice="Pass that tensor as part of the state or of the inputs.",
             )
         waiting += [source for source, _ in node.next_functions]
-
-
-@contextmanager
-def _repeated_random(repeat: Callable[[], None], device: torch.device) -> Iterator[None]:
-    """Draw the random numbers of the forward pass, and go on afterwards with those that would have come."""
-    restore = remember_all(device)
-    repeat()
-    try:
-        yield
-    finally:
-        restore()

@@ -144,7 +144,8 @@ def test_a_given_state_and_the_last_one_carry_gradients() -> None:
     assert furthest(*found) < 1e-10
 
 
-def test_pieces_with_dropout_are_recomputed_with_the_same_masks() -> None:
+@pytest.mark.parametrize("levels", [1, 2])
+def test_pieces_with_dropout_are_recomputed_with_the_same_masks(levels: int) -> None:
     model, batch = make(dropout=0.5)
     torch.manual_seed(1)
     state, total = None, torch.zeros(())
@@ -153,7 +154,7 @@ def test_pieces_with_dropout_are_recomputed_with_the_same_masks() -> None:
         total = total + value
     after = torch.rand(1)
     torch.manual_seed(1)
-    ours, _, _ = oomguard.piecewise_loss(next_word, model, pieces_of(batch, 5))
+    ours, _, _ = oomguard.piecewise_loss(next_word, model, pieces_of(batch, 5), levels=levels)
     found = gradient(model, ours)
     assert torch.equal(torch.rand(1), after)
     assert furthest(found, gradient(model, total)) < 1e-10

@@ -61,9 +61,13 @@ def doubles(*shape: int, requires_grad: bool = True) -> Tensor:
 
 
 @given(
-    steps=st.integers(1, 30), segments=st.none() | st.integers(1, 40), learns_input=st.booleans(), dropout=st.booleans()
+    steps=st.integers(1, 30),
+    segments=st.none() | st.integers(1, 40),
+    levels=st.integers(1, 3),
+    learns_input=st.booleans(),
+    dropout=st.booleans(),
 )
-def test_a_scan_is_the_loop(steps: int, segments: int | None, learns_input: bool, dropout: bool) -> None:
+def test_a_scan_is_the_loop(steps: int, segments: int | None, levels: int, learns_input: bool, dropout: bool) -> None:
     cell = nn.LSTMCell(3, 4).double()
 
     def step(state: tuple[Tensor, Tensor], inputs: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
@@ -73,8 +77,24 @@ def test_a_scan_is_the_loop(steps: int, segments: int | None, learns_input: bool
     state, inputs = (doubles(2, 4), doubles(2, 4)), doubles(steps, 2, 3, requires_grad=learns_input)
     leaves = [*cell.parameters(), *state, *([inputs] if learns_input else [])]
     plain = gradients(loop, step, leaves, state, inputs)
-    ours = gradients(in_segments(segments), step, leaves, state, inputs)
+    ours = gradients(partial(oomguard.scan, segments=segments, levels=levels), step, leaves, state, inputs)
     assert furthest(ours, plain) < 1e-10
+
+
+@pytest.mark.parametrize(("levels", "states", "runs"), [(1, 16, 2), (2, 4, 3), (3, 3, 4)])
+def test_levels_keep_fewer_states_and_run_the_loop_more_often(levels: int, states: int, runs: int) -> None:
+    weight, seen, kept = torch.ones((), requires_grad=True), list[int](), list[Tensor]()
+
+    def step(state: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append(1)
+        return state * weight, given
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+        state, _ = oomguard.scan(step, torch.zeros(7), torch.ones(16, 1), segments=16, levels=levels)
+    borders = sum(tensor.shape == (7,) for tensor in kept) - 1  # the first state is an argument too
+    torch.autograd.backward(state.sum())
+    assert borders == states
+    assert (runs - 1) * 16 < len(seen) <= runs * 16
 
 
 def test_states_inputs_and_outputs_may_be_nested() -> None:
