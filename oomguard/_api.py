@@ -66,10 +66,10 @@ def estimate(
     >>> estimate(Spec(cell="lstm", seq=1000), microbatch=[1, 32], device="a100-80gb").fits.tolist()
     [True, True]
     """
-    target = find_target(device)
+    target, seconds = find_target(device), parse_seconds(timeout, "timeout")
     if isinstance(spec, Task | str):
         given_bytes = _budget_bytes(budget, budget_bytes)
-        how: dict[str, Any] = {"training": training, "steps": steps, "seconds": parse_seconds(timeout, "timeout")}
+        how: dict[str, Any] = {"training": training, "steps": steps, "seconds": seconds}
         traced = _estimate_task(spec, candidate, target, fields, **how)
         return replace(traced, budget_bytes=find_budget(device).limit_bytes if given_bytes is None else given_bytes)
     if steps is not None:
