@@ -9,8 +9,8 @@ tiny step, so that every library is loaded, and two optimizer steps at full size
 peak over the memory after the tiny step. torch's MemTracker (with fake tensors) and torchinfo predict the same step in
 processes of their own. A tool that raises an error or takes more than two minutes has no answer.
 
-After that, two probes of other batch sizes correct the traces, as they do in a search for a plan, and the same peak,
-whose size neither of them ran, is predicted again ("probed").
+After that, two probes of other batch sizes correct the traces, as they do in a search for a plan. The peak of this
+batch, which neither of them ran, is predicted again ("probed") and compared with that of a third probe.
 """
 
 import argparse
@@ -155,7 +155,12 @@ def probed(name: str, rows: int, steps: int | None) -> dict[str, Any]:
             record = oomguard.probe(task, microbatch=size, steps=steps, threads=1, allocator=shape.allocator)
             curves.correct(shape, record)
         assert record.runtime_bytes is not None
-        return {"probed_rows": sizes, "probed_bytes": curves[shape].peak_bytes(rows) - record.runtime_bytes}
+        predicted_bytes = curves[shape].peak_bytes(rows) - record.runtime_bytes
+    last = oomguard.probe(task, microbatch=rows, steps=steps, threads=1, allocator=shape.allocator)
+    assert last.peak_bytes is not None
+    assert last.runtime_bytes is not None
+    third_bytes = last.peak_bytes - last.runtime_bytes
+    return {"probed_rows": sizes, "probed_bytes": predicted_bytes, "third_bytes": third_bytes}
 
 
 def compare(name: str, rows: int, steps: int | None) -> dict[str, Any]:
@@ -173,14 +178,18 @@ def compare(name: str, rows: int, steps: int | None) -> dict[str, Any]:
 
 def errors(rows: list[dict[str, Any]], tool: str) -> list[float]:
     """Compute the relative errors of a tool for the rows that it has an answer for, smallest first."""
-    return sorted(
-        abs(row[f"{tool}_bytes"] / row["growth_bytes"] - 1) for row in rows if row.get(f"{tool}_bytes") is not None
-    )
+    return sorted(abs(error) for row in rows if (error := error_of(row, tool)) is not None)
+
+
+def error_of(row: dict[str, Any], tool: str) -> float | None:
+    """Compute the relative error of a tool; None if it has no answer."""
+    predicted_bytes = row.get(f"{tool}_bytes")
+    measured_bytes = row["third_bytes" if tool == "probed" else "growth_bytes"]
+    return None if predicted_bytes is None else predicted_bytes / measured_bytes - 1
 
 
 def show(row: dict[str, Any]) -> None:
-    ratios = [row.get(f"{tool}_bytes") for tool in (*OURS, *RIVALS)]
-    words = [f"{one / row['growth_bytes'] - 1:+.1%}" if one is not None else "none" for one in ratios]
+    words = ["none" if (error := error_of(row, tool)) is None else f"{error:+.1%}" for tool in (*OURS, *RIVALS)]
     growth = f"{row['growth_bytes'] / MIB:.0f} MiB"
     print_row((row["task"], growth, *words, f"{row['seconds_per_step']:.1f} s", f"{row['estimate_seconds']:.0f} s"),
               WIDTHS)  # fmt: skip

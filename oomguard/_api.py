@@ -88,10 +88,10 @@ def estimate(
     [True, True]
     """
     given: dict[str, Any] = {**fields}
-    target = find_target(device)
+    target, seconds = find_target(device), parse_seconds(timeout, "timeout")
     if isinstance(spec, Task | str):
         given_bytes = _budget_bytes(budget, budget_bytes)
-        how: dict[str, Any] = {"training": training, "steps": steps, "seconds": parse_seconds(timeout, "timeout")}
+        how: dict[str, Any] = {"training": training, "steps": steps, "seconds": seconds}
         with showing(progress):
             traced = _estimate_task(spec, candidate, target, given, **how)
         return replace(traced, budget_bytes=find_budget(device).limit_bytes if given_bytes is None else given_bytes)

@@ -113,6 +113,7 @@ def _estimate(*, device: str = "cpu", budget: str | None = None, json: bool = Fa
     from oomguard._report.estimate import show_estimate, show_task_estimate, to_json
 
     limit, limit_bytes = "--budget", read_budget(budget)
+    limited = parsing.read_options(values, [flags.TRACED])
     name, knobs = parsing.read_task(values)
     if name is None:
         spec, candidate = parsing.read(values)
@@ -120,13 +121,11 @@ def _estimate(*, device: str = "cpu", budget: str | None = None, json: bool = Fa
         free = find_budget(device)
         limit, limit_bytes = free.binding.name, free.limit_bytes
     if name is not None:
-        found = estimate(
-            name, device=device, budget_bytes=limit_bytes, **parsing.read_options(values, [flags.TRACED]), **knobs
-        )
+        found = estimate(name, device=device, budget_bytes=limit_bytes, **limited, **knobs)
         text = partial(show_task_estimate, name, found, limit)
         return _answer(json, lambda: to_json(found), text, FITS if found.fits else DOES_NOT_FIT)
     training = not values.get("evaluate", False)
-    result = estimate(spec, candidate, device=device, budget_bytes=limit_bytes, training=training)
+    result = estimate(spec, candidate, device=device, budget_bytes=limit_bytes, training=training, **limited)
 
     def show(console: "Console") -> None:
         from oomguard._plan.advice import advise
