@@ -115,4 +115,5 @@ def run_section(run: str, *, is_spec: bool) -> list[Section]:
     given = {} if settings is None else given_options(settings, is_spec=is_spec)
     flags = [f"{flag(name.removeprefix('asked_'))} {value}" for name, value in given.items() if value is not None]
     options = f"Options: {', '.join(flags)}." if flags else "All options are at their defaults."
+    options = "Its options are not known: version 0.1 did not keep them." if settings is None else options
     return [Section(title=f"Run {run}", sentences=(f"Reached: {', '.join(reached)}.", options))]

@@ -53,7 +53,9 @@ def read_run(run: str | os.PathLike[str]) -> RunSummary:
     }
     plan = load_plan(directory)
     options = _options(settings or RunSettings(), is_spec=isinstance(plan, Plan))
-    if not isinstance(plan, Plan):  # a task has its own optimizer
+    if settings is None:  # a run of version 0.1
+        options = dict.fromkeys(options)
+    if options.get("lr") is None:  # it is not known, or that of the optimizer of a task
         options["lr"] = metrics["lr"][0] if metrics["lr"] else None
     settings_of_plan = {
         "model": plan.spec.cell if isinstance(plan, Plan) else plan.task,

@@ -123,6 +123,15 @@ def test_a_run_that_was_killed_before_its_first_step_has_no_losses(home: Path) -
     assert (reached["steps"], reached["loss"], reached["peak_bytes"]) == (10, None, None)
 
 
+def test_the_options_of_a_run_of_0_1_are_not_made_up(capsys: pytest.CaptureFixture[str]) -> None:
+    old = Path(__file__).parents[1] / "surface" / "run_0_1"
+    summary = read_run(old)
+    assert summary.reached["steps"] == 3
+    assert (summary.settings["epochs"], summary.settings["seed"], summary.settings["lr"]) == (None, None, 0.001)
+    assert run(["show", str(old)]) == 0
+    assert "Its options are not known" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize("line", ["compare", "compare nowhere", "compare runs/a nowhere"])
 def test_bad_input_is_one_message_and_exit_code_2(home: Path, line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(line.split()) == 2
