@@ -38,6 +38,7 @@ from oomguard._task.ask import SECONDS
 from oomguard._task.task import USUAL_ROWS, Task
 from oomguard._train import TrainOptions
 from oomguard._train.apart import is_apart, packed, train_apart
+from oomguard._train.settings import settle
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -518,7 +519,7 @@ def train(
         if model is not None:
             raise conflict("A task has its own model", "a task", "model")
     else:
-        _check_training(loaded, data, given)
+        _check_training(loaded, data, model, given)
     with following(progress, train_statuses()) as follow:
         tell("Starting PyTorch")
         if loaded is None and (isolate or (isolate is None and in_notebook())):
@@ -535,8 +536,8 @@ def train(
         return start_training(loaded, data, model, given, follow)
 
 
-def _check_training(plan: object, data: Any, options: dict[str, Any]) -> None:
-    """Raise if the model of a spec cannot be trained in this way."""
+def _check_training(plan: object, data: Any, model: Callable[..., Any] | str | None, options: dict[str, Any]) -> None:
+    """Raise if the model of a spec cannot be trained in this way, before PyTorch is imported."""
     from oomguard._plan.value import Plan
 
     check_names("option", options, [*TrainOptions.__struct_fields__, *DataOptions.__struct_fields__])
@@ -549,6 +550,7 @@ def _check_training(plan: object, data: Any, options: dict[str, Any]) -> None:
             got=f"got {shown(plan)}",
             advice="Give what find_feasible_config or load_plan returns, or the path of plan.json.",
         )
+    settle(plan, data, model if isinstance(model, str) else None, options)
 
 
 @takes()

@@ -1,6 +1,7 @@
 """Screens that show what goes on: a live line on a terminal, an output of a notebook, or lines of a log."""
 
 import html
+import math
 import sys
 import threading
 from abc import ABC, abstractmethod
@@ -49,8 +50,10 @@ class Screen(ABC):
     """Shows the last status, and shows it again every `period` seconds, so that it never looks dead."""
 
     period = 0.5
+    gap = 0.0  # seconds between two statuses that are shown at once; the ticker shows the last of the others
 
     def __init__(self) -> None:
+        self._shown_at = -math.inf
         self.began = self.told_at = monotonic()
         self.status = Status("Starting")
         self._closed, self._lock = threading.Event(), threading.Lock()
@@ -65,7 +68,9 @@ class Screen(ABC):
             self.status, self.told_at = status, monotonic()
             for note in status.notes:
                 self.note(note)
-            self.show(Moment(status, 0.0))
+            if self.told_at - self._shown_at >= self.gap:
+                self._shown_at = self.told_at
+                self.show(Moment(status, 0.0))
 
     def close(self) -> None:
         """Stop, and remove what is shown."""
@@ -93,6 +98,8 @@ class Screen(ABC):
 
 class Terminal(Screen):
     """A live line on stderr, and one for each thing that runs. They vanish at the end."""
+
+    gap = 0.1
 
     def __init__(self, console: "Console | None" = None) -> None:
         super().__init__()
@@ -162,6 +169,7 @@ class Notebook(Screen):
     """One output of the running cell. It is empty at the end."""
 
     period = 2.0
+    gap = 0.5
 
     def __init__(self) -> None:
         super().__init__()

@@ -62,7 +62,14 @@ def test_predictions_replace_a_file_only_by_force(here: Path, capsys: pytest.Cap
 
 @pytest.mark.parametrize(
     "words",
-    ["train plan.json --data nowhere.npy", "train plan.json --lr x", "predict nowhere", "predict r --data nowhere.npy"],
+    [
+        "train plan.json --data nowhere.npy",
+        "train plan.json --lr x",
+        "train plan.json --data data.npy --patience 3 --validation 0",
+        "train --model nowhere:task",
+        "predict nowhere",
+        "predict r --data nowhere.npy",
+    ],
 )
 def test_misuse_is_told_without_importing_torch(here: Path, words: str) -> None:
     call = f"import sys; from oomguard._cli.app import run; code = run({words.split()!r})"

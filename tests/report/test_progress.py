@@ -121,6 +121,17 @@ def test_a_terminal_is_left_as_it_was() -> None:
     assert "\x1b[?25h" in buffer.getvalue()  # the cursor is shown again
 
 
+def test_fast_steps_are_not_all_drawn(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = io.StringIO()
+    terminal, drawn = Terminal(Console(file=buffer, width=60)), list[str]()
+    monkeypatch.setattr(terminal, "show", lambda moment: drawn.append(moment.text))
+    for step in range(100):
+        clock.now = step / 100
+        terminal.take(Status(f"Step {step}"))
+    assert 5 <= len(drawn) <= 11
+    assert terminal.status.words == "Step 99"
+
+
 def test_nothing_is_shown_where_nobody_looks(capsys: Capture) -> None:
     with showing(False):
         with showing(True):
