@@ -159,10 +159,10 @@ def show_tradeoffs(subject: Subject, table: pd.DataFrame, path: Path | None, con
     if subject.calibrated:
         known = "Peaks and speeds are predicted from the records; measured figures are in their own column."
     counts = f"{times(len(table), 'candidate')}, {int(table['fits'].sum()):,} fit."
-    head = Section(title=title_words(subject), sentences=(f"{where_words(subject)}.", counts, known))
     noisy = subject.calibrated and (table["time_factor"] > 1 + NOISY).any()
     table = table if subject.calibrated else table.assign(time_factor=1.0)  # guesses need no mark
     known += " ± is the standard deviation of a time." if noisy else ""
+    head = Section(title=title_words(subject), sentences=(f"{where_words(subject)}.", counts, known))
     rows = _front_section(subject.varied, table) if fits else _shortfall_section(subject.varied, table)
     show_sections([head, rows], console, first_style="bold green" if fits else "bold red")
     more = "All rows: --output tradeoffs.csv. All curves: --output tradeoffs.html."

@@ -178,6 +178,14 @@ def test_frames_tensors_and_dicts_are_read_like_their_file(tmp_path: Path) -> No
         assert (spec, about.options.columns, about.path) == (expected[0], expected[1].options.columns, None)
 
 
+@pytest.mark.parametrize("target", [2, "2", (2,), ["2"]], ids=repr)
+def test_the_target_of_an_array_is_named_by_its_number(target: Any) -> None:
+    array = np.random.default_rng(0).normal(size=(4, 5, 3)).astype(np.float32)
+    spec, data = read(array, target=target)
+    assert (spec.inputs, spec.outputs, data.options.target) == (2, 1, ("2",))
+    assert data.notes[1:] == ("Input columns: 0, 1 (by number).", "Target columns: 2 (by number).")
+
+
 def test_a_table_of_numbers_needs_no_completion_and_others_get_their_columns(tmp_path: Path) -> None:
     plain = written(tmp_path / "t.csv", "a,b\n1,2\n")
     assert complete(plain, DataOptions()) == DataOptions()

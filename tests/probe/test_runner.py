@@ -120,6 +120,11 @@ def test_the_budget_is_what_is_free_when_the_probe_begins(shared: Runner, monkey
         assert budget_bytes == pytest.approx(left_bytes + held_bytes, abs=16 * MIB)
 
 
+def test_a_budget_may_be_text(shared: Runner) -> None:
+    spec = Spec(cell="gru", seq=8, hidden=8, batch=2)
+    assert shared.probe(spec, one_thread(spec), budget="6GiB").budget_bytes == 6 * GIB
+
+
 def test_the_parent_does_not_grow(shared: Runner) -> None:
     own = psutil.Process(os.getpid())
     for _ in range(3):

@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 from plan.searched import searched
 from report.subjects import on_a_card, plan, planned, segments
+from rich.console import Console
 
 import oomguard
 from oomguard._core.errors import MisuseError
@@ -19,7 +20,7 @@ from oomguard._plan.make import pareto_front
 from oomguard._probe.record import RECORDS, Ledger, Record
 from oomguard._probe.verdict import Verdict
 from oomguard._report.subject import front_of
-from oomguard._report.tradeoffs import default_curve, values_words
+from oomguard._report.tradeoffs import default_curve, make_table, show_tradeoffs, values_words
 from oomguard._spec.candidate import KNOBS, Candidate
 from oomguard._spec.spec import Spec
 
@@ -258,3 +259,15 @@ def test_a_table_has_a_row_for_each_value() -> None:
     table = oomguard.tradeoffs(cell="lstm", seq=1000, budget="1GiB", over={"microbatch": [8, 32]})
     rows = table[["microbatch", "accumulation", "fits"]].values.tolist()
     assert rows == [[8, 4, True], [32, 1, False]]
+
+
+def test_noisy_times_are_marked_in_the_table() -> None:
+    subject = planned()
+    table = make_table(subject).assign(time_factor=1.2)
+    with (console := Console(width=200)).capture() as captured:
+        show_tradeoffs(subject, table, None, console)
+    assert " s ±20 %" in captured.get()
+    assert "± is the standard deviation of a time." in " ".join(captured.get().split())
+    with console.capture() as captured:
+        show_tradeoffs(subject, table.assign(time_factor=1.01), None, console)
+    assert "±" not in captured.get()
