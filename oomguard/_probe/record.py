@@ -29,7 +29,7 @@ RECORDS = "records.jsonl"  # the file's name in the directory that `--ledger` ta
 
 Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
 Amount = Annotated[float, msgspec.Meta(gt=0, le=1e30)]  # JSON comes from files, which anybody may have changed
-TERMS = {"runtime", "weights", "gradients", "optimizer", "input", "rest"}
+TERMS = ("runtime", "weights", "gradients", "optimizer", "input", "rest")
 
 
 class Limited(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -164,7 +164,7 @@ class Probed(Measured, frozen=True, kw_only=True):
                 got=f"got {self.peak_bytes}, {self.seconds_per_step} and {self.steps}",
                 advice="Measure a step first.",
             )
-        if self.terms is not None and (missing := TERMS - self.terms.keys()):
+        if self.terms is not None and (missing := {*TERMS} - self.terms.keys()):
             raise MisuseError(
                 rule="The terms of a record are all summands of its peak",
                 got=f"{min(missing)} is missing",

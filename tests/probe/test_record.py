@@ -27,7 +27,7 @@ FOUND: dict[str, Any] = {"peak_bytes": 1 << 28, "seconds_per_step": 0.5, "steps"
     verdict=st.sampled_from(Verdict),
     message=st.text(),
     error=st.text(min_size=1),
-    terms=st.none() | st.fixed_dictionaries({name: st.integers(-(1 << 60), 1 << 60) for name in sorted(TERMS)}),
+    terms=st.none() | st.fixed_dictionaries({name: st.integers(-(1 << 60), 1 << 60) for name in TERMS}),
     seconds=st.floats(1e-9, 1e9),
 )
 def test_a_record_goes_through_json_and_back_unchanged(seconds: float, **given: Any) -> None:
@@ -61,7 +61,7 @@ def test_an_engine_that_the_device_lacks_leaves_the_record_without_one() -> None
         {"seconds_per_pass": -1.0},
         {"peak_bytes": -1},
         {"passes": 10**30},
-        {"terms": dict.fromkeys(TERMS - {"rest"}, 1)},
+        {"terms": dict.fromkeys(TERMS[1:], 1)},
     ],
     ids=str,
 )

@@ -8,7 +8,7 @@ import pytest
 from report.pages import plan_called
 
 import oomguard
-from oomguard._probe.record import Record, TaskRecord
+from oomguard._probe.record import TERMS, Record, TaskRecord
 from oomguard._probe.verdict import Verdict
 from oomguard._report.notebook import Bar, to_html
 from oomguard._report.tables import Section
@@ -25,7 +25,7 @@ def record(**changed: Any) -> Record:
         "seconds_per_step": 0.5,
         "steps": 3,
         "passes": 3,
-        "terms": {"runtime": 300 << 20},
+        "terms": dict.fromkeys(TERMS, 4 << 20) | {"runtime": 300 << 20},
     }
     about = {"message": "It ran.", "budget_bytes": 400 << 20, "started": "2026-01-31T12:00:00", "seconds": 1.5}
     return Record(**usual | about | measured | {"verdict": Verdict.FITS} | changed)
