@@ -1,5 +1,6 @@
 """Plan: what to run, why, and what to fall back to. Data alone: nothing in a plan is ever executed."""
 
+from statistics import median
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -226,11 +227,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Seconds of an optimizer step: measured (in proportion, for shorter sequences), otherwise expected."""
+        """Seconds of an optimizer step: the median of its probes (in proportion, if they were shorter), or expected."""
         record = self.record
         if record is None or record.seconds_per_step is None:
             return self.expected.seconds_per_step
-        return record.seconds_per_step * self.spec.steps / record.spec.steps
+        turns = [turn for turn in self.records if (turn.candidate, turn.spec) == (record.candidate, record.spec)]
+        seconds = [turn.seconds_per_step for turn in turns if turn.seconds_per_step is not None]
+        return median(seconds or [record.seconds_per_step]) * self.spec.steps / record.spec.steps
 
     @property
     def throughput(self) -> float | None:
