@@ -31,7 +31,7 @@ from models import BATCH_BUDGETS_BYTES, BATCH_SEQ, JUDGE
 from results import print_row, publish
 
 from oomguard import Runner
-from oomguard._api import estimate
+from oomguard._api.measure import estimate
 from oomguard._core.units import MIB
 from oomguard._estimate.margins import SETTLED
 from oomguard._spec.candidate import make_candidate

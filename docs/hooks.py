@@ -36,7 +36,7 @@ LAYERS = [
     ("_guard", "fall back when memory gets tight, climb back later"),
     ("_train", "loop, checkpoints, metrics, predictions"),
     ("_report", "everything that shows: text, tables, charts, pages"),
-    ("_arguments", "names and types of the arguments of public functions"),
+    ("_api", "the public functions, and their arguments"),
     ("_cli", "commands, flags, messages"),
 ]
 """The packages in import order: each may import only those before it."""

@@ -13,19 +13,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from oomguard._api import (
-        curves,
-        estimate,
-        find_feasible_config,
-        guard,
-        load_weights,
-        predict,
-        probe,
-        resume,
-        sampler,
-        tradeoffs,
-        train,
-    )
+    from oomguard._api.measure import curves, estimate, probe, tradeoffs
+    from oomguard._api.plan import find_feasible_config, sampler
+    from oomguard._api.train import guard, load_weights, predict, resume, train
     from oomguard._core.errors import GuardError, MisuseError, OomguardError
     from oomguard._estimate.breakdown import Estimate
     from oomguard._guard.stepper import stepper
@@ -89,7 +79,9 @@ __all__ = [
 ]
 
 _MODULES = {
-    "_api": "curves estimate find_feasible_config guard load_weights predict probe resume sampler tradeoffs train",
+    "_api.measure": "curves estimate probe tradeoffs",
+    "_api.plan": "find_feasible_config sampler",
+    "_api.train": "guard load_weights predict resume train",
     "_core.errors": "GuardError MisuseError OomguardError",
     "_estimate.breakdown": "Estimate",
     "_guard.stepper": "stepper",

@@ -9,7 +9,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "oomguard"
 ORDER = [
     *("_core", "_spec", "_estimate", "_device", "_batch", "_rnn", "_task", "_step", "_probe", "_predict", "_search"),
-    *("_data", "_plan", "_guard", "_train", "_report", "_arguments", "_api", "_cli"),
+    *("_data", "_plan", "_guard", "_train", "_report", "_api", "_cli"),
 ]
 """Packages and modules of oomguard in import order; inside a package, modules may import one another."""
 SHOWN = ("_plan/value.py", "_plan/task_value.py", "_probe/record.py", "_estimate/breakdown.py")
@@ -95,7 +95,7 @@ def test_only_the_device_imports_nvml() -> None:
         ("_core/units.py", "from .. import _spec"),
         ("_core/units.py", "from .._spec.spec import Spec"),
         ("_core/units.py", "def late():\n    from oomguard._cli.app import main"),
-        ("_core/units.py", "if TYPE_CHECKING:\n    from oomguard._api import estimate"),
+        ("_core/units.py", "if TYPE_CHECKING:\n    from oomguard._api.measure import estimate"),
         ("_estimate/terms.py", "from oomguard._device import cpu"),
         ("_estimate/engines/cudnn.py", "from ..._device.cuda import Reading"),
         ("_estimate/engines/cudnn.py", "from oomguard.nowhere import thing"),
@@ -115,7 +115,7 @@ def test_an_upward_import_is_found(file: str, source: str) -> None:
         ("_estimate/terms.py", "from oomguard._estimate.engines import cudnn"),
         ("_estimate/engines/cudnn.py", "from oomguard._estimate.call import Call"),
         ("_estimate/engines/cudnn.py", "from ..call import Call"),
-        ("_cli/app.py", "from oomguard._api import estimate"),
+        ("_cli/app.py", "from oomguard._api.measure import estimate"),
         ("_core/units.py", "import math\nimport torch.nn\nfrom numpy import array\nimport oomguards"),
     ],
 )

@@ -46,7 +46,7 @@ def test_estimating_on_the_command_line_loads_nothing_heavy(more: str) -> None:
 def test_no_package_shadows_a_public_function(name: str) -> None:
     code = "import pkgutil, oomguard\nprint([m.name for m in pkgutil.iter_modules(oomguard.__path__)])\n"
     assert repr(name) not in output_of(code)
-    assert output_of(f"from oomguard import {name}\nprint({name}.__module__)") == "oomguard._api\n"
+    assert output_of(f"from oomguard import {name}\nprint({name}.__module__)").startswith("oomguard._api.")
 
 
 def test_every_public_name_is_there() -> None:

@@ -7,17 +7,17 @@ from typing import Any, Literal, Union, get_args, get_origin
 import pytest
 
 import oomguard
-from oomguard import _arguments
+from oomguard._api import arguments
 from oomguard._core.errors import REQUIRED, fields_of
 from oomguard._data.options import CUTTING, DataOptions
 from oomguard._train import TrainOptions
 
 NAMES = ("estimate", "probe", "find_feasible_config", "sampler", "tradeoffs", "curves", "train", "resume", "predict")
 STRUCTS: dict[type[Any], list[type[Any]]] = {
-    _arguments.SpecFields: [oomguard.Spec],
-    _arguments.Knobs: [oomguard.Candidate],
-    _arguments.DataFields: [DataOptions],
-    _arguments.TrainFields: [DataOptions, TrainOptions],
+    arguments.SpecFields: [oomguard.Spec],
+    arguments.Knobs: [oomguard.Candidate],
+    arguments.DataFields: [DataOptions],
+    arguments.TrainFields: [DataOptions, TrainOptions],
 }
 
 
@@ -31,7 +31,7 @@ def test_what_type_checkers_read_has_every_field_of_the_structs(names: type[Any]
 
 
 def test_the_options_that_cut_are_those_of_the_data() -> None:
-    assert {*_arguments.Cutting.__annotations__} == {*CUTTING}
+    assert {*arguments.Cutting.__annotations__} == {*CUTTING}
 
 
 @pytest.mark.parametrize("names", STRUCTS, ids=lambda names: names.__name__)
@@ -81,7 +81,7 @@ def test_knobs_of_a_search_have_no_default_since_it_chooses_them() -> None:
 
 @pytest.mark.parametrize(
     ("name", "call"),
-    [("probe", _arguments.ProbeCall), ("find_feasible_config", _arguments.PlanCall), ("train", _arguments.TrainCall)],
+    [("probe", arguments.ProbeCall), ("find_feasible_config", arguments.PlanCall), ("train", arguments.TrainCall)],
 )
 def test_an_overload_takes_what_the_function_takes(name: str, call: type[Any]) -> None:
     by_position = {"spec", "candidate", "plan", "data", "model"} - {*call.__annotations__}

@@ -108,7 +108,7 @@ def _estimate(*, device: str = "cpu", budget: str | None = None, json: bool = Fa
 
     Exit codes: 0 it fits, 1 it does not fit, 2 wrong usage.
     """
-    from oomguard._api import estimate
+    from oomguard._api.measure import estimate
     from oomguard._device.find import find_budget, find_target
     from oomguard._report.estimate import show_estimate, show_task_estimate, to_json
 
@@ -153,7 +153,7 @@ def _probe(*, device: str = "cpu", budget: str | None = None, json: bool = False
 
     Exit codes: 0 it fits, 1 it does not fit, 2 wrong usage.
     """
-    from oomguard._api import estimate, probe
+    from oomguard._api.measure import estimate, probe
     from oomguard._probe.record import open_ledger
     from oomguard._report.estimate import record_json, show_record
     from oomguard._task.estimate import COUNTED
@@ -197,7 +197,7 @@ def _plan(*, device: str = "cpu", output: str = "plan.json", json: bool = False,
 
     Exit codes: 0 a plan was written, 1 nothing fits (with advice) or --require-measured is not met, 2 wrong usage.
     """
-    from oomguard._api import find_feasible_config
+    from oomguard._api.plan import find_feasible_config
     from oomguard._plan.store import save_plan
     from oomguard._plan.task_value import TaskPlan
     from oomguard._plan.value import NothingFitsError, Plan
@@ -273,7 +273,7 @@ def _train(*, plan: str | None = None, json: bool = False, **values: Any) -> Ans
     elif isinstance(loaded, Plan):
         settle(loaded, data, values.get("model"), options)  # misuse is told before torch is imported
     _restart_with(loaded.exports)
-    from oomguard._api import train
+    from oomguard._api.train import train
 
     first = os.environ.get("RANK", "0") == "0"  # of several processes that torchrun started, one prints
     result = train(loaded, data, **options)
@@ -315,7 +315,7 @@ def _predict(*, run: str, **values: Any) -> Answer:
     - oomguard predict book --data more.txt --device cpu --output next.npy
     - oomguard predict runs/tagger --model package.module:task
     """
-    from oomguard._api import predict
+    from oomguard._api.train import predict
     from oomguard._train.settings import check_predicted, check_task_predicted, is_task_run, read_request
 
     if any(option.name in values for option in flags.DRAWN):
@@ -375,7 +375,7 @@ def _tradeoffs(*, output: str | None = None, json: bool = False, **values: Any) 
 def _task_tradeoffs(
     name: str, knobs: dict[str, Any], values: dict[str, Any], output: str | None, *, json: bool
 ) -> Answer:
-    from oomguard._api import tradeoffs
+    from oomguard._api.measure import tradeoffs
     from oomguard._report.task_table import check_task_output, save_task_table, show_task_table, task_table_json
 
     for other in ("plan", "ledger", "curve"):

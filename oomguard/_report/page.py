@@ -28,7 +28,7 @@ def save_page(plan: Plan, path: str | os.PathLike[str], sequences: int | None = 
     """Write a page about the plan to an .html file. `sequences` is the number of sequences in an epoch.
 
     >>> import tempfile
-    >>> from oomguard._api import find_feasible_config
+    >>> from oomguard._api.plan import find_feasible_config
     >>> plan = find_feasible_config(cell="gru", seq=100, device="t4")
     >>> with tempfile.TemporaryDirectory() as directory:
     ...     save_page(plan, f"{directory}/report.html").name

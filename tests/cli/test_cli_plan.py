@@ -20,7 +20,7 @@ from plan.making import EVERY, measured, reckoned, shorter
 from rich.console import Console
 
 import oomguard
-from oomguard import _api
+from oomguard._api import plan as api
 from oomguard._cli import parsing
 from oomguard._cli.app import run
 from oomguard._cli.flags import FIXED, SEARCH
@@ -126,7 +126,7 @@ def test_every_flag_of_a_search_reaches_it(tmp_path: Path, monkeypatch: pytest.M
         asked.update(words)
         return reckoned()
 
-    monkeypatch.setattr(_api, "find_feasible_config", find)
+    monkeypatch.setattr(api, "find_feasible_config", find)
     words = "--maximize seq,throughput --allow none --max-probes 7 --timeout 2m --ledger L --storage S --budget 1GiB"
     words += " --step-time 30s"
     assert run(f"plan --model gru --seq 9 --device cuda:0,cuda:1 {words} --output {tmp_path / 'p'}".split()) == 0
@@ -159,7 +159,7 @@ def test_the_batch_is_open_unless_something_says_what_it_is(
     words: str, batch: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: dict[str, Any] = {}
-    monkeypatch.setattr(_api, "find_feasible_config", lambda **words: asked.update(words) or reckoned())
+    monkeypatch.setattr(api, "find_feasible_config", lambda **words: asked.update(words) or reckoned())
     assert run(f"plan {words} --maximize batch --output {tmp_path / 'p'}".split()) == 0
     assert asked.get("batch") == batch
 
@@ -177,7 +177,7 @@ def test_a_plan_that_must_be_measured_and_is_not_ends_in_exit_code_1(
 def test_a_plan_must_have_run_at_full_length_to_be_measured(
     made: Callable[[], Plan], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_api, "find_feasible_config", lambda **_: made())
+    monkeypatch.setattr(api, "find_feasible_config", lambda **_: made())
     assert run(["plan", "--model", "gru", "--seq", "9", "--require-measured", "--output", str(tmp_path / "p")]) == code
 
 

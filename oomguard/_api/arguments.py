@@ -13,9 +13,22 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from oomguard._core.errors import REQUIRED, fields_of
+from oomguard._core.errors import REQUIRED, check_whole, conflict, fields_of
+from oomguard._core.units import MAX_BYTES, read_budget
 from oomguard._data.options import Fill, Format, Nan
-from oomguard._spec.candidate import Allocator, Engine, Keep, OldAllocator, Precision, Update
+from oomguard._spec.candidate import (
+    KNOBS,
+    Allocator,
+    Candidate,
+    Candidates,
+    Engine,
+    Keep,
+    OldAllocator,
+    Precision,
+    Update,
+)
+from oomguard._spec.read import read_candidate, read_spec
+from oomguard._spec.spec import Spec
 from oomguard._train import Schedule
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -212,3 +225,31 @@ def takes(*structs: type[msgspec.Struct]) -> Callable[[Function], Function]:
 
 def _shown(default: Any) -> Any:
     return None if default is REQUIRED else default
+
+
+def split(fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split arguments by name into fields of a spec (with options of data) and knobs."""
+    knobs = {name: value for name, value in fields.items() if name in KNOBS}
+    return {name: value for name, value in fields.items() if name not in KNOBS}, knobs
+
+
+def read_candidates(
+    spec: Spec | None,
+    candidate: Candidate | Candidates | None,
+    fields: dict[str, Any],
+    budget: int | str | None,
+    budget_bytes: int | None,
+) -> tuple[Spec, Candidate | Candidates, int | None]:
+    """The spec, the candidate or candidates, and the budget in bytes; None without a budget."""
+    limit_bytes = budget_bytes_of(budget, budget_bytes)
+    own, knobs = split(fields)
+    spec = read_spec(spec, own)
+    return spec, read_candidate(spec, candidate, knobs), limit_bytes
+
+
+def budget_bytes_of(budget: int | str | None, budget_bytes: int | None) -> int | None:
+    """The budget in bytes, given in one of two ways; None if it is not."""
+    if budget is not None and budget_bytes is not None:
+        raise conflict("The budget is given once", "budget", "budget_bytes")
+    check_whole("budget", budget_bytes, 0, MAX_BYTES)
+    return read_budget(budget) if budget_bytes is None else budget_bytes

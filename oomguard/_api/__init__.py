@@ -1,0 +1,1 @@
+"""The public functions, and the names and types of their arguments."""
