@@ -1,7 +1,7 @@
 """Estimates, probes and trade-offs. Packages are imported when they are needed."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from oomguard._api.arguments import (
     Fields,
@@ -27,9 +27,6 @@ from oomguard._task.task import USUAL_ROWS, Task
 
 if TYPE_CHECKING:
     from pandas import DataFrame
-    from torch import nn
-
-    Model = TypeVar("Model", bound=nn.Module)
 
     from oomguard._plan.value import Plan
     from oomguard._report.curve import Curve

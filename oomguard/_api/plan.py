@@ -1,7 +1,7 @@
 """Plans, and the search for them. Packages are imported when they are needed."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import msgspec
 
@@ -22,10 +22,6 @@ from oomguard._spec.spec import MAX_SEQ, Spec
 from oomguard._task.task import Task
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    Model = TypeVar("Model", bound=nn.Module)
-
     from oomguard._data.options import PlanData
     from oomguard._plan.find import Question
     from oomguard._plan.task_value import TaskPlan
