@@ -273,14 +273,14 @@ class Guard:
 
     def __enter__(self) -> "Guard":
         used_bytes, available_bytes = self.device.reading().now_bytes, self.watch.available_bytes()
-        if self.plan is not None:
-            self.device.settle(self.candidate)
-        elif used_bytes >= available_bytes:
+        if used_bytes >= available_bytes:  # otherwise the first step would fail, and oneDNN with it, for good
             raise MisuseError(
                 rule="The budget must be more than this process already uses",
                 got=f"it uses {format_bytes(used_bytes)}, and may use {format_bytes(available_bytes)}",
-                advice="Give a larger budget, or free memory.",
+                advice="Give a larger budget, free memory, or train in a process of its own: train(isolate=True).",
             )
+        if self.plan is not None:
+            self.device.settle(self.candidate)
         self._enforce()
         self.watch.start()
         return self
