@@ -21,7 +21,7 @@ from oomguard._data.options import DataOptions, check_used
         ({"normalise": True}, "--normalise must be one of"),
         ({"columns": ()}, "--columns must be a list of different columns, but got ()"),
         ({"columns": ("a", "a")}, "--columns must be a list of different"),
-        ({"target": (1,)}, r"--target must be a list .*\(\"0\", \"3\"\)"),
+        ({"target": (1.5,)}, r"--target must be a list .*\(\"0\", \"3\"\)"),
         ({"stride": 0}, "--stride must be a whole number from 1"),
         ({"ahead": -1}, "--ahead must be a whole number from 0"),
         ({"limit": 0}, "--limit must be"),

@@ -1,6 +1,7 @@
 """The ledger: survives torn lines, several writers, readers at any time, and kill -9."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -134,6 +135,11 @@ def test_a_directory_that_cannot_be_written_is_refused() -> None:
         Ledger("/proc/nobody/may/write/here.jsonl").append(record())
 
 
-def test_a_full_disk_is_told() -> None:
-    with pytest.raises(MisuseError, match="No space left"):
-        Ledger("/dev/full").append(record())
+def test_a_disk_that_takes_no_more_is_told(path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, before[1]))  # Python ignores SIGXFSZ
+    try:
+        with pytest.raises(MisuseError, match="File too large"):
+            Ledger(path).append(record())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

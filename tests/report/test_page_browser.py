@@ -219,7 +219,7 @@ def test_pointing_at_a_curve_shows_its_values(page: Page) -> None:
         ("region", "microbatch 32:", r"microbatch 32: up to [\d,]+ steps with(?:out)? segments"),
         ("segments", "23 segments:", r"23 segments: [\d.]+ (?:s|[MG]iB)"),
         ("terms", "4,1", r"4,1\d\d steps: [a-z ]+ [\d.]+ [KMG]iB"),
-        ("front", "the plan", r"the plan"),
+        ("front", "the plan", r"the plan, measured"),
     ],
 )
 def test_every_kind_of_point_says_what_it_is(curve: str, start: str, words: str, page: Page) -> None:
