@@ -257,6 +257,9 @@ class Elsewhere(AbstractContextManager["Elsewhere", None]):
             raise ChildProcessError(f"the process that ran {name} ended with exit code {code}") from None
         finally:
             timer.cancel()
+            timer.join()  # it may be just about to end the child
+        if late.is_set():
+            raise TimeoutError(f"{name} took more than {seconds} seconds")
         if returned:
             return value
         raise value

@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -133,21 +135,28 @@ print(batch.lost is not None, len(os.listdir(sys.argv[1])))
 """
 
 
-def test_workers_that_are_killed_leave_nothing_behind(tmp_path: Path) -> None:
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A temporary folder with a short path: that of a socket has at most 107 bytes."""
+    with tempfile.TemporaryDirectory() as directory:
+        yield Path(directory)
+
+
+def test_workers_that_are_killed_leave_nothing_behind(short: Path) -> None:
     """Sockets are in the folder of the process that started the workers, which outlives them."""
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
-    words = [sys.executable, "-c", KILLS, str(tmp_path), "workers"]
+    environment = os.environ | {"TMPDIR": str(short)}
+    words = [sys.executable, "-c", KILLS, str(short), "workers"]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     assert done.stdout == "True 1\n", done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == []
+    assert [path.name for path in short.iterdir()] == []
 
 
-def test_workers_remove_the_folder_of_a_process_that_was_killed(tmp_path: Path) -> None:
-    words = [sys.executable, "-c", KILLS, str(tmp_path), "itself"]
+def test_workers_remove_the_folder_of_a_process_that_was_killed(short: Path) -> None:
+    words = [sys.executable, "-c", KILLS, str(short), "itself"]
     # the pipe of its output ends when the last worker has ended
-    done = subprocess.run(words, env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, check=False)
+    done = subprocess.run(words, env=os.environ | {"TMPDIR": str(short)}, stdout=subprocess.PIPE, check=False)
     assert done.returncode == -signal.SIGKILL
-    assert [path.name for path in tmp_path.iterdir()] == []
+    assert [path.name for path in short.iterdir()] == []
 
 
 def test_pairs_and_tables_in_memory_are_in_folders_with_the_number_of_the_process(tmp_path: Path) -> None:
