@@ -47,7 +47,8 @@ def guard(
     whole batch, or with `microbatch` sequences in a pass, and every fallback halves them. `device` is that of the plan,
     or `cpu`, unless it is given. `events` is a file to which every change is appended as JSON.
 
-    >>> plan = find_feasible_config(cell="gru", seq=8, hidden=8, batch=4, device="t4")
+    >>> import oomguard
+    >>> plan = oomguard.find_feasible_config(cell="gru", seq=8, hidden=8, batch=4, device="t4")
     >>> with guard(plan, device="cpu") as kept:
     ...     kept.rung, kept.rows
     (0, 4)
@@ -103,8 +104,8 @@ def train(
     validation data, so options are `seed` and those of `TrainOptions` without the learning rate. If plan is None, the
     task is planned first, for `budget`, `device`, `batch` and `seq`.
 
-    >>> import numpy as np, tempfile, warnings
-    >>> plan = find_feasible_config(cell="gru", seq=8, features=2, hidden=8, batch=4, threads=1, max_probes=1)
+    >>> import numpy as np, oomguard, tempfile, warnings
+    >>> plan = oomguard.find_feasible_config(cell="gru", seq=8, features=2, hidden=8, batch=4, threads=1, max_probes=1)
     >>> numbers = np.random.default_rng(0).normal(size=(40, 8, 3)).astype(np.float32)
     >>> with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings(action="ignore"):
     ...     result = train(plan, numbers, epochs=2, validation=0, run=directory)
@@ -168,8 +169,8 @@ def resume(
 
     `options` change those of the run, such as `epochs`. Data that was in memory has to be given again.
 
-    >>> import numpy as np, tempfile, warnings
-    >>> plan = find_feasible_config(cell="gru", seq=8, features=2, hidden=8, batch=4, threads=1, max_probes=1)
+    >>> import numpy as np, oomguard, tempfile, warnings
+    >>> plan = oomguard.find_feasible_config(cell="gru", seq=8, features=2, hidden=8, batch=4, threads=1, max_probes=1)
     >>> numbers = np.random.default_rng(0).normal(size=(40, 8, 3)).astype(np.float32)
     >>> with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings(action="ignore"):
     ...     result = train(plan, numbers, steps=2, run=directory)
@@ -214,8 +215,8 @@ def predict(
     default 200), drawn one by one by `seed` with a `temperature` (default 1; 0: always the likeliest). The state of the
     model is carried from one to the next.
 
-    >>> import numpy as np, tempfile, warnings
-    >>> plan = find_feasible_config(cell="gru", seq=8, features=2, hidden=8, batch=4, threads=1, max_probes=1)
+    >>> import numpy as np, oomguard, tempfile, warnings
+    >>> plan = oomguard.find_feasible_config(cell="gru", seq=8, features=2, hidden=8, batch=4, threads=1, max_probes=1)
     >>> numbers = np.random.default_rng(0).normal(size=(40, 8, 3)).astype(np.float32)
     >>> with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings(action="ignore"):
     ...     result = train(plan, numbers, validation=0, run=directory)
@@ -276,10 +277,10 @@ def load_weights(run: str | os.PathLike[str], model: "Model") -> "Model":
 
     The model is one that was built as that of the training. Its weights stay on the device where they are.
 
-    >>> import tempfile, torch, warnings
+    >>> import oomguard, tempfile, torch, warnings
     >>> task = Task(model=lambda: torch.nn.GRU(3, 4), loss=lambda model, batch: model(batch)[0].mean(),
     ...             batch=lambda rows, steps: torch.randn(steps, rows, 3))
-    >>> plan = find_feasible_config(task, batch=4, steps=5, threads=1)
+    >>> plan = oomguard.find_feasible_config(task, batch=4, steps=5, threads=1)
     >>> with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings(action="ignore"):
     ...     result = train(plan, task, steps=2, run=directory)
     ...     model = load_weights(directory, torch.nn.GRU(3, 4))

@@ -410,13 +410,12 @@ def names(home: Path) -> dict[str, Any]:
     plan = oomguard.load_plan(adopt(HERE / PLANS[0], home / "named.json"))
     assert isinstance(plan, oomguard.Plan)
     progress, result = small_training(home)
-    with oomguard.guard(plan, device="cpu") as guard:
-        returned = {
-            "guard()": type(guard),
-            "curves()[0]": type(oomguard.curves(plan)[0]),
-            "train()": type(result),
-            "train(progress=) is called with": type(progress),
-        }
+    returned = {
+        "guard()": type(oomguard.guard(plan, device="cpu")),
+        "curves()[0]": type(oomguard.curves(plan)[0]),
+        "train()": type(result),
+        "train(progress=) is called with": type(progress),
+    }
     public = {name: _described(getattr(oomguard, name)) for name in oomguard.__all__ if name != "__version__"}
     return public | {name: _described(kind) for name, kind in returned.items()}
 

@@ -112,7 +112,7 @@ def test_a_lossy_precision_must_be_allowed() -> None:
 
 
 def test_a_plan_is_made_by_traces_if_no_probe_is_done_in_time() -> None:
-    plan = plan_of(sized.hanging, 60 * MIB, batch=64, steps=60, timeout=30)
+    plan = plan_of(sized.hanging, 60 * MIB, batch=64, steps=60, timeout=20)
     assert plan.record is None
     assert [record.verdict.name for record in plan.records] == ["TIMEOUT"]
     assert plan.seconds < 60
