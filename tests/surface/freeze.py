@@ -204,7 +204,8 @@ class Session:
         write_waves(home / RUN_DATA)
         with contextlib.chdir(home):
             self.ran["train --resume"] = self(RESUME)
-        self.ran |= {name: self(line) for name, line in AFTER.items()}
+        with variables(OOMGUARD_CACHE=str(self.cache)):  # where the plan's search has left its calibration
+            self.ran |= {name: self(line) for name, line in AFTER.items()}
 
     def document(self, name: str) -> Any:
         """The JSON document that a command printed."""
