@@ -35,6 +35,7 @@ SMALLER: dict[str, tuple[str, ...]] = {
     "plans_are_fast": ("--cases", "1", "--every", "12", "--samplers", "random"),
     "plans_do_not_run_out": ("3",),
     "probes_hurt_nobody": ("30",),
+    "processes_end_together": ("6",),
     "recovers_without_loss": ("5",),
     "search_needs_few_probes": ("1",),
     "segments_cost_little": ("1", "--cases", "3"),

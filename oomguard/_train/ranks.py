@@ -6,8 +6,9 @@ gradients and one after the update. So they fall back together, and none waits f
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 
 import numpy as np
 import torch
@@ -17,7 +18,9 @@ from oomguard._core.errors import GuardError, MisuseError, TornUpdateError
 from oomguard._data.source import Ints
 from oomguard._guard import another_process_failed
 from oomguard._rnn.model import trainable
+from oomguard._train.pulse import Address, Pulse
 
+WAIT = timedelta(seconds=1)  # for other processes, before the pulse is looked at
 DONE, TORN, FAILED = 0, 1, 2  # outcome of work that all processes do; the largest counts
 
 
@@ -28,6 +31,7 @@ class Ranks:
     rank: int = 0
     world: int = 1
     device: str = "cpu"
+    pulse: Pulse | None = None  # None: alone, or with NCCL, which watches its processes itself
 
     @property
     def first(self) -> bool:
@@ -42,15 +46,34 @@ class Ranks:
         if self.world == 1:
             return [*numbers]
         tensor = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        distributed.all_reduce(tensor, distributed.ReduceOp.MAX)
+        self._reduce([tensor], distributed.ReduceOp.MAX)
         return [*map(int, tensor.tolist())]
 
     def sums(self, numbers: Sequence[float]) -> list[float]:
         if self.world == 1:
             return [*numbers]
         tensor = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        distributed.all_reduce(tensor)
+        self._reduce([tensor])
         return [*map(float, tensor.tolist())]
+
+    def _reduce(
+        self, tensors: Iterable[Tensor], how: distributed.ReduceOp.RedOpType = distributed.ReduceOp.SUM
+    ) -> None:
+        """Reduce tensors in place. Raises if a process is lost, instead of waiting for it."""
+        self._check()
+        try:
+            for work in [distributed.all_reduce(tensor, how, async_op=True) for tensor in tensors]:
+                while self.pulse is not None and not work.is_completed():
+                    with suppress(RuntimeError):  # it takes longer, or it has failed
+                        work.wait(WAIT)
+                    self._check()
+                work.wait()
+        except RuntimeError as error:
+            raise lost("its connection ended") from error
+
+    def _check(self) -> None:
+        if self.pulse is not None and self.pulse.lost is not None:
+            raise lost(f"process {self.pulse.lost} does not answer")
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -85,8 +108,7 @@ class Ranks:
         """
         if self.world > 1:
             tensors = [loss, *(parameter.grad for parameter in trainable(model) if parameter.grad is not None)]
-            for exchange in [distributed.all_reduce(tensor, async_op=True) for tensor in tensors]:
-                exchange.wait()
+            self._reduce(tensors)
         return loss
 
     def sum_shares(self, model: nn.Module, loss: Tensor, weight: float) -> Tensor:
@@ -113,6 +135,15 @@ class Ranks:
                     distributed.broadcast(tensor, 0)
 
 
+def lost(why: str) -> GuardError:
+    """The error that ends a process because another one is stopped or gone."""
+    return GuardError(
+        rule="All processes of a training must live",
+        got=f"one was lost ({why})",
+        advice="Start all of them again with --resume: the training goes on from the last checkpoint.",
+    )
+
+
 def check_dense(*, sparse: bool) -> None:
     """Raise if several processes would have to exchange sparse gradients."""
     if sparse:
@@ -121,6 +152,13 @@ def check_dense(*, sparse: bool) -> None:
             got="got a sparse embedding",
             advice="Leave sparse out, or train in one process.",
         )
+
+
+def _gather(own: Address) -> list[Address]:
+    """The addresses of all processes, by their numbers."""
+    addresses = [own] * distributed.get_world_size()
+    distributed.all_gather_object(addresses, own)
+    return addresses
 
 
 @contextmanager
@@ -138,8 +176,11 @@ def join(device: str, *, sparse: bool) -> Iterator[Ranks]:
         torch.cuda.set_device(own_device)
     if is_ours:
         distributed.init_process_group("nccl" if cuda else "gloo")
+    pulse = None if cuda else Pulse(rank, _gather)
     try:
-        yield Ranks(rank=rank, world=world, device=own_device)
+        yield Ranks(rank=rank, world=world, device=own_device, pulse=pulse)
     finally:
-        if is_ours:
+        if pulse is not None:
+            pulse.end()
+        if is_ours and (pulse is None or pulse.lost is None):
             distributed.destroy_process_group()

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -51,15 +52,18 @@ def no_failure(rank: int) -> None:
     """Let all processes succeed."""
 
 
-def run_two(tmp_path: Path, prepare: Callable[[int], None] = no_failure, **options: Any) -> list[int | None]:
-    """The exit codes of two processes; None for one that did not end in time."""
+def run_two(
+    tmp_path: Path, prepare: Callable[[int], None] = no_failure, stopped: int | None = None, **options: Any
+) -> list[int | None]:
+    """The exit codes of two processes; None for one that did not end in time. `stopped`: one that is not waited for."""
     port = free_port()
     context = multiprocessing.get_context("fork")
     children = [context.Process(target=run_child, args=(rank, port, tmp_path, prepare, options)) for rank in (0, 1)]
     for process in children:
         process.start()
-    for process in children:
-        process.join(TIMEOUT)
+    for rank, process in enumerate(children):
+        if rank != stopped:
+            process.join(TIMEOUT)
     codes = [process.exitcode for process in children]
     for process in children:
         process.kill()
@@ -100,6 +104,23 @@ def fails_before_the_exchange(rank: int) -> None:
         complete(*given)
 
     setattr(Ranks, "complete_gradients", failing)  # noqa: B010 (mypy)
+
+
+def sends_itself(number: signal.Signals, victim: int) -> Callable[[int], None]:
+    """A process gets a signal before its fourth exchange of gradients."""
+
+    def prepare(rank: int) -> None:
+        exchange, calls = Ranks.sum_gradients, [0]
+
+        def failing(*given: Any) -> Any:
+            calls[0] += 1
+            if rank == victim and calls[0] == 4:
+                os.kill(os.getpid(), number)
+            return exchange(*given)
+
+        setattr(Ranks, "sum_gradients", failing)  # noqa: B010 (mypy)
+
+    return prepare
 
 
 def cannot_validate(rank: int) -> None:
@@ -143,6 +164,29 @@ def test_an_error_in_one_process_ends_the_other(tmp_path: Path) -> None:
     codes = run_two(tmp_path, fails_otherwise)
     assert None not in codes
     assert 0 not in codes
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_is_killed_ends_the_other_and_a_resumed_run_has_the_right_weights(
+    tmp_path: Path, victim: int
+) -> None:
+    codes = run_two(tmp_path, sends_itself(signal.SIGKILL, victim), save_every="2")
+    assert codes[victim] == -signal.SIGKILL
+    assert codes[1 - victim] == 1
+    assert run_two(tmp_path, resume=True, save_every="2") == [0, 0]
+    resumed, alone = torch.load(tmp_path / "0.pt")[0], weights(run(tmp_path, "one").model)
+    assert float((resumed - alone).norm() / alone.norm()) < 1e-5
+
+
+def test_a_process_that_is_stopped_ends_the_other_which_says_why(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    codes = run_two(tmp_path, sends_itself(signal.SIGSTOP, 1), stopped=1, save_every="2")
+    assert codes == [1, None]
+    assert "one was lost (process 1 does not answer)" in capfd.readouterr().err
+    last = load(tmp_path / "two" / "checkpoints")
+    assert last is not None
+    assert last.step == 2
 
 
 def test_a_validation_that_fails_in_one_process_ends_both_with_a_checkpoint(tmp_path: Path) -> None:
