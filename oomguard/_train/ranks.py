@@ -13,6 +13,7 @@ from datetime import timedelta
 import numpy as np
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed import ReduceOp
 
 from oomguard._core.errors import GuardError, MisuseError, TornUpdateError
 from oomguard._data.source import Ints
@@ -46,7 +47,7 @@ class Ranks:
         if self.world == 1:
             return [*numbers]
         tensor = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        self._reduce([tensor], distributed.ReduceOp.MAX)
+        self._reduce([tensor], ReduceOp.MAX)
         return [*map(int, tensor.tolist())]
 
     def sums(self, numbers: Sequence[float]) -> list[float]:
