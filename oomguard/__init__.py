@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from oomguard._api.measure import curves, estimate, probe, tradeoffs
+    from oomguard._api.measure import curves, estimate, explore, probe, tradeoffs
     from oomguard._api.plan import find_feasible_config, sampler
     from oomguard._api.train import guard, load_weights, predict, resume, train
     from oomguard._core.errors import GuardError, MisuseError, OomguardError
@@ -58,6 +58,7 @@ __all__ = [
     "compare",
     "curves",
     "estimate",
+    "explore",
     "find_feasible_config",
     "guard",
     "load_plan",
@@ -79,7 +80,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "_api.measure": "curves estimate probe tradeoffs",
+    "_api.measure": "curves estimate explore probe tradeoffs",
     "_api.plan": "find_feasible_config sampler",
     "_api.train": "guard load_weights predict resume train",
     "_core.errors": "GuardError MisuseError OomguardError",

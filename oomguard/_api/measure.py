@@ -28,6 +28,7 @@ from oomguard._task.task import USUAL_ROWS, Task
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+    from oomguard._explore.widget import ExplorerWidget
     from oomguard._plan.value import Plan
     from oomguard._report.curve import Curve
 
@@ -245,3 +246,36 @@ def curves(
     if isinstance(about, Plan):
         about, measured = None, about
     return curves_of(find_subject(about, over=over, device=device, budget=budget, measured=measured, **given))
+
+
+@takes(Spec)
+def explore(
+    about: "Plan | Spec | None" = None,
+    *,
+    device: str | None = None,
+    budget: int | str | None = None,
+    measured: Any = None,
+    allow_probes: bool = False,
+    **fields: Unpack[Fields],
+) -> "ExplorerWidget":
+    """Explore trade-offs in a notebook: sliders for the model, its knobs, the device and the budget.
+
+    Every move is answered at once by arithmetic. Arguments are those of `curves`; a plan or records that are `measured`
+    show measured peaks beside estimates. With `allow_probes`, a button runs a few real steps on this machine.
+    Outside of notebooks, use the command `oomguard explore`.
+
+    >>> explorer = explore(cell="lstm", seq=10_000, device="rtx-4090")
+    >>> explorer.answer["verdict"]
+    'Fits with 8.31 GiB to spare'
+    """
+    given: dict[str, Any] = {**fields}
+    from oomguard._explore.answers import settings_of
+    from oomguard._explore.server import Explorer
+    from oomguard._explore.widget import ExplorerWidget
+    from oomguard._plan.value import Plan
+    from oomguard._report.subject import find_subject
+
+    if isinstance(about, Plan):
+        about, measured = None, about
+    subject = find_subject(about, device=device, budget=budget, measured=measured, **given)
+    return ExplorerWidget(Explorer(settings_of(subject, budget), subject.records, probes=allow_probes))

@@ -391,6 +391,44 @@ def _task_tradeoffs(
     return _answer(json, lambda: task_table_json(table), partial(show_task_table, table, path), code)
 
 
+@_command(
+    "explore", PLAN._replace(optional=True), Spec=SPEC, **_FIXED, Where=flags.WHERE, Page=flags.EXPLORED, Output=[JSON]
+)
+def _explore(*, plan: str | None = None, json: bool = False, **values: Any) -> Answer:
+    """Explore trade-offs in a browser: sliders for model, knobs, device and budget, answered at once by arithmetic.
+
+    The page is served on this machine alone, under an address that nobody can guess, until Ctrl-C. With a plan or a
+    ledger, measured peaks stand beside estimates. --json prints the answer for the given settings, and serves nothing.
+
+    [bold]Examples[/bold]
+
+    - oomguard explore --model lstm --seq 10000 --budget 6GiB
+    - oomguard explore plan.json
+    - oomguard explore --preset char-lm --device rtx-4090 --port 8000
+    - oomguard explore --model gru --seq 2000 --allow-probes
+    """
+    name = values.get("model", "")
+    if parsing.NAME.fullmatch(name):
+        rule = "The explorer answers at once, which tracing a task does not"
+        advice = f"Compare settings of a task with oomguard tradeoffs --model {name}."
+        raise MisuseError(rule=rule, got=f"got --model {name}", advice=advice)
+    from oomguard._explore.answers import answer, settings_of
+    from oomguard._report.subject import find_subject
+
+    options = parsing.read_options(values, flags.EXPLORED)
+    check_whole("port", options.get("port"), 0, 65_535)
+    arguments = parsing.read_table(values | ({} if plan is None else {"plan": plan}))
+    subject = find_subject(**arguments, budget=read_budget(values.get("budget")))
+    settings = settings_of(subject, values.get("budget"))
+    if json:
+        return Answer(json_.dumps(answer(settings, subject.records), indent=2) + "\n")
+    from oomguard._explore.server import Explorer, serve
+
+    explorer = Explorer(settings, subject.records, probes=options.get("allow_probes", False))
+    serve(explorer, options.get("port", 0), lambda address: say(f"Open {address} in a browser. Ctrl-C ends it."))
+    return Answer("")
+
+
 @_command("show", PLAN, Output=[flags.SEQUENCES, flags.HTML, flags.FORCE, *LOUDNESS, JSON])
 def _show(*, plan: str, html: str | None = None, json: bool = False, **values: Any) -> Answer:
     """Explain a plan: the choice and its reasons, the evidence, what to expect, and the fallbacks.

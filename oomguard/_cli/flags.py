@@ -184,6 +184,11 @@ HTML = Flag("html", "FILE", "Write a report page with charts, in one file.")
 YES = Flag("yes", "", "Remove everything that is listed.", bool)
 TIMEOUT = Flag("timeout", "SECONDS", "Time limit, such as 90s or 5min (default: 10min).")
 TRACED = Flag("timeout", "SECONDS", "Time limit of the trace of a task, such as 90s or 5min (default: 3min).")
+EXPLORED = [
+    Flag("ledger", "DIR", "Show the records of the ledger in this directory beside their estimates."),
+    Flag("port", "N", "Port on 127.0.0.1 (default: any that is free).", int),
+    Flag("allow_probes", "", "Let the page run a few real steps on this machine, to measure.", bool),
+]
 LEDGER = Flag("ledger", "DIR", "Add the record to the ledger in this directory.")
 
 
