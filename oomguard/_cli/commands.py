@@ -18,6 +18,7 @@ from oomguard._core.errors import MisuseError, check_whole, conflict, visible, w
 from oomguard._core.progress import tell
 from oomguard._core.units import read_budget
 from oomguard._spec.read import PRESETS
+from oomguard._task.task import NAME
 
 if TYPE_CHECKING:  # imported where it is used, since --json does not need it
     from rich.console import Console
@@ -408,7 +409,7 @@ def _explore(*, plan: str | None = None, json: bool = False, **values: Any) -> A
     - oomguard explore --model gru --seq 2000 --allow-probes
     """
     name = values.get("model", "")
-    if parsing.NAME.fullmatch(name):
+    if NAME.fullmatch(name):
         rule = "The explorer answers at once, which tracing a task does not"
         advice = f"Compare settings of a task with oomguard tradeoffs --model {name}."
         raise MisuseError(rule=rule, got=f"got --model {name}", advice=advice)
@@ -425,7 +426,7 @@ def _explore(*, plan: str | None = None, json: bool = False, **values: Any) -> A
     from oomguard._explore.server import Explorer, serve
 
     explorer = Explorer(settings, subject.records, probes=options.get("allow_probes", False))
-    serve(explorer, options.get("port", 0), lambda address: say(f"Open {address} in a browser. Ctrl-C ends it."))
+    serve(explorer, options.get("port", 0), lambda address: say(f"Serving {address} until Ctrl-C"))
     return Answer("")
 
 
