@@ -10,7 +10,7 @@ export PIP_NO_CACHE_DIR ?= 1
 # mkdocs-material advertises its successor on every build.
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: demo test lint format docs docs-serve notebooks pictures hooks bench bench-smoke fuzz clean
+.PHONY: demo test lint format docs docs-serve notebooks pictures hooks bench bench-smoke fuzz soak clean
 
 demo: .venv/demo.stamp
 	@$(PY) examples/demo.py build/demo
@@ -62,6 +62,10 @@ bench-smoke: .venv/dev.stamp
 # Changes good input at random for an hour, and keeps what fails for the tests.
 fuzz: .venv/dev.stamp
 	$(PY) benchmarks/bad_input_is_refused.py --seconds 270
+
+# Disturbs trainings for an hour. As root, their disk fills up as well.
+soak: .venv/bench.stamp
+	$(PY) benchmarks/training_survives_an_hour.py
 
 clean:
 	rm -rf .venv build dist oomguard.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

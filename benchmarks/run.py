@@ -42,6 +42,7 @@ SMALLER: dict[str, tuple[str, ...]] = {
     "task_batches_are_found": ("2",),
     "task_estimates_track_peaks": ("word model", "speech", "forecast", "attention"),
     "training_costs_nothing": ("2",),
+    "training_survives_an_hour": ("--minutes", "2"),
 }
 """Arguments that make a benchmark take two or three minutes, for those that take longer by default."""
 WHOLE: dict[str, tuple[str, ...]] = {

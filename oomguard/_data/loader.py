@@ -1,10 +1,10 @@
 """Loader: a batch for each optimizer step, its microbatches made one at a time, here or by worker processes."""
 
 import os
-import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import tee
@@ -242,7 +242,7 @@ def share_sockets() -> Callable[[int], None]:
     """Let workers put the sockets over which they hand tensors over into the directory of this process.
 
     Otherwise each makes a directory of its own, and one that is killed cannot remove it. Returns the function that a
-    worker starts with: if this process is killed, its workers remove the directory.
+    worker starts with: if this process is killed, the last of its workers removes the directory.
     """
     config: dict[str, Any] = current_process()._config  # type: ignore[attr-defined]
     directory = config.setdefault("tempdir", str(process_directory()))
@@ -255,7 +255,8 @@ def _tidy_after(directory: str, parent: int, _: int) -> None:
 
 def _remove_orphaned(directory: str, parent: int) -> None:
     if os.getppid() != parent:
-        shutil.rmtree(directory, ignore_errors=True)
+        with suppress(OSError):  # the last worker removes it, when the sockets of all are gone
+            os.rmdir(directory)
 
 
 def size_loader(
