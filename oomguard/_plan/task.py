@@ -18,7 +18,7 @@ from oomguard._device.cpu import cores
 from oomguard._device.find import find_budget, find_target
 from oomguard._plan.find import is_here, make_environment
 from oomguard._plan.task_curve import Curve, Curves, Shape
-from oomguard._plan.task_value import Part, TaskPlan, TaskRung
+from oomguard._plan.task_value import UNRUN, Part, TaskPlan, TaskRung
 from oomguard._plan.value import NothingFitsError, Shortfall, Way, figures
 from oomguard._probe.record import TaskRecord
 from oomguard._probe.runner import Runner
@@ -170,7 +170,7 @@ class _Search:
             raise self._nothing_fits()
         late = self._is_late() or not measured
         limit = f"--timeout (it was {format_seconds(self.question.seconds)})" if late else "--max-probes"
-        self.notes.append(f"This candidate was not run, and its peak is predicted. Raise {limit} to have it run.")
+        self.notes.append(f"{UNRUN} Raise {limit} to have it run.")
         return self._plan(choice, None)
 
     def _next(self, last: Choice, record: TaskRecord, best: tuple[Choice, TaskRecord] | None) -> Choice | None:

@@ -1,6 +1,5 @@
 """Check whether a knob keeps the gradient of a task: a child compares it with the plain step's, in float64."""
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from oomguard._task.child import seed, subject
 from oomguard._task.layout import count_rows, mapped
 from oomguard._task.task import Task
 from oomguard._task.times import in_segments, time_of
-from oomguard._task.trace import build, evaluate
+from oomguard._task.trace import build, copied, evaluate
 
 ROWS, MICROBATCH = 4, 2  # rows of the tiny batch, and of the microbatches that it is split into
 SEGMENTS = 3  # segments of the recurrent calls
@@ -56,7 +55,7 @@ class Trial(NamedTuple):
 
     def gradient(self, pieces: list[Any], rows: list[int]) -> Tensor:
         """The gradient of the mean loss over pieces of a batch. The random state is the same for every piece."""
-        model, weights = copy.deepcopy(self.model), list[Any]()
+        model, weights = copied(self.model), list[Any]()
         for piece, count in zip(pieces, rows, strict=True):
             seed()
             with _Expected() if self.expected else nullcontext():  # type: ignore[no-untyped-call]
@@ -86,7 +85,7 @@ def finding(knob: str) -> Finding:
     for dtype in TOLERANCES:
         try:
             with _computing_in(dtype):
-                model = copy.deepcopy(build(batches.task)).train()
+                model = copied(build(batches.task)).train()
                 model = model.double() if dtype is torch.float64 else model.float()
                 return CHECKS[knob](Trial(batches.task, model, batches, dtype))
         except MisuseError as error:  # a plain tensor of a model may have its own precision

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,21 @@ def build(task: Task, device: str = "cpu") -> nn.Module:
         raise MisuseError(rule="model() must return a torch.nn.Module", got=got, advice="Return the module.")
     with user_code(f"The model must move to {device}", task.model, "Give its tensors values when it is built."):
         return made.to(device)
+
+
+def copied(model: nn.Module, mode: FakeTensorMode | None = None) -> nn.Module:
+    """A copy of a model, with fake tensors if there is a mode for them.
+
+    Modules in TorchScript copy themselves, and their parameters become results of a graph. Here they are leaves again.
+    """
+    with nullcontext() if mode is None else FakeCopyMode(mode):
+        model = copy.deepcopy(model)
+    for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+                leaf = tensor.detach() if mode is None else mode.from_tensor(tensor.detach())
+                module._c.setattr(name, leaf.requires_grad_(tensor.requires_grad))
+    return model
 
 
 def make_optimizer(task: Task, model: nn.Module) -> torch.optim.Optimizer:
@@ -134,8 +149,7 @@ def trace(
     with ExitStack() as stack:
         if fake:
             mode = FakeTensorMode(allow_non_fake_inputs=True)
-            with FakeCopyMode(mode):
-                model = copy.deepcopy(model)
+            model = copied(model, mode)
             batch = mapped(lambda one: mode.from_tensor(one) if _is_content(one) else one, batch)
             stack.enter_context(mode)
         stack.enter_context(live)

@@ -79,11 +79,11 @@ class Own(nn.Module):
         self.rnn, self.form, self.norm = nn.GRU(3, 4, batch_first=True), form, nn.BatchNorm1d(4)
         self.plain = torch.ones(4, 4)  # not a buffer, so that double() does not reach it
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         types = {"default": None, "named": torch.float32}
         if self.form in types:
             return self.rnn(x, torch.zeros(1, len(x), 4, dtype=types[self.form]))[0]
-        hidden: Tensor = self.rnn(x)[0]
+        hidden = self.rnn(x)[0]
         if self.form == "sampled":
             return hidden + hidden * torch.randn_like(hidden) + torch.rand(hidden.shape)
         hidden = self.norm(hidden.transpose(1, 2)).transpose(1, 2) if self.form == "normed" else hidden

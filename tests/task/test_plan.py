@@ -118,6 +118,7 @@ def test_a_plan_is_made_by_traces_if_no_probe_is_done_in_time() -> None:
     assert plan.seconds < 60
     assert plan.expected.peak_bytes + plan.expected.margin_bytes <= plan.budget_bytes
     assert "was not run, and its peak is predicted. Raise --timeout" in said(plan)
+    assert not any("device is not here" in text for text in words_of(plan))
 
 
 def test_a_check_that_takes_too_long_is_told() -> None:
