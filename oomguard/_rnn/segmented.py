@@ -142,13 +142,15 @@ def segment(
     True
     """
     rule, out_of_reach, found = _rule(segments, budget, recompute), list[str](), False
+    inside: tuple[str, ...] = ()  # modules that are named already, and with them all of their parts
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase):
             _set_class(module, _class_of(_plain_class(type(module))))
             module.oomguard_rule = rule
             found = True
-        elif isinstance(module, nn.RNNCellBase | torch.jit.ScriptModule):
+        elif isinstance(module, nn.RNNCellBase | torch.jit.ScriptModule) and not name.startswith(inside):
             out_of_reach.append(name or type(module).__name__)
+            inside = (*inside, f"{name}.")
     if out_of_reach:
         advice = "For a loop over cells, use oomguard.scan; TorchScript cannot be changed."
         warnings.warn(f"These modules do not run in segments: {', '.join(out_of_reach)}. {advice}", stacklevel=2)
