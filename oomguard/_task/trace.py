@@ -22,6 +22,7 @@ from oomguard._task.task import Task, line_of, user_code
 NODE_BYTES = 575
 """Bytes of an autograd node with what it holds beside tensors: 15,400 bytes of the 24 operations of a step of PyTorch's
 own LSTM (engines/native.py), less those of the tensors that it keeps."""
+MAX_STEPS = 5  # optimizer steps of a trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +141,9 @@ def trace(
 ) -> Trace:  # fmt: skip
     """Count the bytes of two training steps. The second has the optimizer's state from the beginning.
 
-    With `training=False`, count those of the loss alone, computed without gradients as in an evaluation. Forward passes
-    in half precision run under autocast. With `fake=False` everything but recurrent calls is computed: for models that
+    More steps follow as long as the state grows, since an optimizer may make a part of it in a later step. With
+    `training=False`, count those of the loss alone, computed without gradients as in an evaluation. Forward passes in
+    half precision run under autocast. With `fake=False` everything but recurrent calls is computed: for models that
     fake tensors cannot run.
     """
     live = Live("cuda" if target.cuda else heap)
@@ -161,8 +163,10 @@ def trace(
             _label_state(optimizer, live)
             if target.cuda:
                 _take_foreach(optimizer)
-            for _ in range(2):
+            held = [-1]  # bytes of the optimizer's state after each step
+            while len(held) < 3 or (held[-1] > held[-2] and len(held) <= MAX_STEPS):
                 _step(task, model, mapped(_fresh, batch), optimizer, live, passes, precision)
+                held.append(sum(size for (term, _), size in live.sizes.items() if term == "optimizer"))
         else:
             live.begin("forward")
             live.part = "loss"

@@ -4,6 +4,7 @@ import inspect
 import os
 import random
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -82,6 +83,26 @@ def test_the_state_of_every_optimizer_is_counted(kind: Any) -> None:
     step = traced(task)
     found = [labels for (phase, _), (_, labels) in step.moments.items() if phase == "backward"]
     assert max(sum(n for (term, _), n in labels.items() if term == "optimizer") for labels in found) == sum(sizes)
+
+
+class Late(torch.optim.SGD):
+    """Keeps a copy of the weights from the second step on, as one that averages them does."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for weight in self.param_groups[0]["params"]:
+            state = self.state[weight]
+            if "steps" in state:
+                state.setdefault("average", weight.detach().clone())
+            state["steps"] = True
+
+
+def test_state_that_an_optimizer_makes_in_a_later_step_is_counted() -> None:
+    how: dict[str, Any] = {"model": Forecast, "loss": likelihood, "batch": lambda r, s: torch.randn(r, s, 2)}
+    kinds = (Late, torch.optim.SGD)
+    late, plain = (traced(Task(optimizer=partial(kind, lr=0.1), **how)) for kind in kinds)
+    weights = sum(weight.nbytes for weight in build(Task(**how)).parameters())
+    assert peak_bytes(late) - peak_bytes(plain) == pytest.approx(weights, rel=0.1)
 
 
 def test_held_gradients_of_an_accumulation_count() -> None:
