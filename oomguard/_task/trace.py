@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.nn.modules import module as hooks
+from torch.overrides import TorchFunctionMode
 
 from oomguard._core.errors import MisuseError, shown
 from oomguard._estimate.target import Target
@@ -59,7 +60,7 @@ def copied(model: nn.Module, mode: FakeTensorMode | None = None) -> nn.Module:
 
     Modules in TorchScript copy themselves, and their parameters become results of a graph. Here they are leaves again.
     """
-    with nullcontext() if mode is None else FakeCopyMode(mode):
+    with _WithoutGraph() if mode is None else FakeCopyMode(mode):
         model = copy.deepcopy(model)
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -67,6 +68,16 @@ def copied(model: nn.Module, mode: FakeTensorMode | None = None) -> nn.Module:
                 leaf = tensor.detach() if mode is None else mode.from_tensor(tensor.detach())
                 module._c.setattr(name, leaf.requires_grad_(tensor.requires_grad))
     return model
+
+
+class _WithoutGraph(TorchFunctionMode):
+    """Copies results of a graph too, such as attention weights that a model has kept, but not the graph."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
+            tensor, memo = args
+            return memo.setdefault(id(tensor), tensor.detach().clone())
+        return func(*args, **(kwargs or {}))
 
 
 def make_optimizer(task: Task, model: nn.Module) -> torch.optim.Optimizer:

@@ -15,6 +15,7 @@ from oomguard._task.ask import Asker
 from oomguard._task.check import Finding, finding
 from oomguard._task.child import batches_of, begin
 from oomguard._task.task import packed
+from oomguard._task.trace import copied
 
 
 def checked(name: str) -> Finding:
@@ -97,6 +98,31 @@ def test_a_model_may_make_tensors_in_a_precision_of_its_own(form: str, knob: str
     found = finding(knob)
     assert found.exact, found.reason
     assert torch.get_default_dtype() is torch.float32
+
+
+class Keeping(nn.Module):
+    """A model that keeps its last outputs, with their graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(3, 4, batch_first=True)
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Any:
+        self.seen = [self.rnn(x)[0]] * 2
+        return self.seen[0]
+
+
+def test_a_model_that_keeps_results_of_its_last_step_is_copied_without_their_graph() -> None:
+    model = Keeping()
+    model(torch.ones(2, 5, 3))
+    other = copied(model)
+    assert isinstance(other, Keeping)
+    assert other.seen[0] is other.seen[1]
+    assert not other.seen[0].requires_grad
+    other(torch.ones(2, 5, 3)).sum().backward()
+    assert all(weight.grad is not None for weight in other.parameters())
+    assert all(weight.grad is None for weight in model.parameters())
 
 
 def test_a_model_that_runs_in_single_precision_alone_is_checked_in_it() -> None:
