@@ -101,6 +101,9 @@ def test_a_model_that_fails_on_pieces_of_a_batch_has_no_fallbacks() -> None:
     plan = plan_of(sized.trimmed, 60 * MIB)
     assert plan.fallbacks == ()
     assert (plan.batch, plan.candidate.accumulation) == (16, 1)
+    note = "The knob microbatch is not used, since it is not known to keep the gradient. The loss does not run"
+    assert any(one.startswith(note) for one in plan.notes)
+    assert note in said(plan)
 
 
 def test_a_lossy_precision_must_be_allowed() -> None:
