@@ -86,7 +86,7 @@ def memtracker(task: Task, rows: int, steps: int | None) -> dict[str, Any]:
 
     batch = Batches(task).make(rows, steps)
     with FakeTensorMode() as mode:
-        model = build(task).train()
+        model = task.model().train()  # fake tensors cannot be moved to a device, as `build` does
         optimizer = make_optimizer(task, model)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)

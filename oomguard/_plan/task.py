@@ -18,7 +18,7 @@ from oomguard._device.cpu import cores
 from oomguard._device.find import find_budget, find_target
 from oomguard._plan.find import is_here, make_environment
 from oomguard._plan.task_curve import Curve, Curves, Shape
-from oomguard._plan.task_value import Part, TaskPlan, TaskRung
+from oomguard._plan.task_value import UNRUN, Part, TaskPlan, TaskRung
 from oomguard._plan.value import NothingFitsError, Shortfall, Way, figures
 from oomguard._probe.record import TaskRecord
 from oomguard._probe.runner import Runner
@@ -170,7 +170,7 @@ class _Search:
             raise self._nothing_fits()
         late = self._is_late() or not measured
         limit = f"--timeout (it was {format_seconds(self.question.seconds)})" if late else "--max-probes"
-        self.notes.append(f"This candidate was not run, and its peak is predicted. Raise {limit} to have it run.")
+        self.notes.append(f"{UNRUN} Raise {limit} to have it run.")
         return self._plan(choice, None)
 
     def _next(self, last: Choice, record: TaskRecord, best: tuple[Choice, TaskRecord] | None) -> Choice | None:
@@ -359,11 +359,14 @@ class _Search:
 
     def _plan(self, choice: Choice, record: TaskRecord | None) -> TaskPlan:
         question, curves, candidate = self.question, self.curves, self._candidate(choice)
+        fallbacks = tuple(self._fallbacks(choice))  # before the findings are read: it may be the first to need a check
         batch = curves.batch if choice.shape.accumulates else choice.rows
         evaluation, device = curves.evaluation, None if self.runner is None else self.runner.device
         libraries = [one.library for one in self.records if one.library is not None]
         lossy = {knob: finding.reason for knob, finding in self.findings.items() if not finding.exact}
         used = {"microbatch": candidate.accumulation > 1, "segments": candidate.segments > 1}
+        unused = "is not used, since it is not known to keep the gradient."
+        self.notes += [f"The knob {knob} {unused} {reason}" for knob, reason in lossy.items() if not used[knob]]
         lossy = {knob: reason for knob, reason in lossy.items() if used[knob]}
         if candidate.precision != "fp32":
             lossy["precision"] = f"The model runs in {candidate.precision}."
@@ -386,7 +389,7 @@ class _Search:
             expected=choice.curve.prediction(choice.rows, TRACE_ERROR if guessed else MARGIN),
             record=record,
             time_spread=None if record is None or record.time_spread is None else round(record.time_spread, 4),
-            fallbacks=tuple(self._fallbacks(choice)),
+            fallbacks=fallbacks,
             plain_bytes=curves[self.plain].peak_bytes(batch),
             evaluation_rows=None if evaluation is None else evaluation.largest(self.budget_bytes, TRACE_ERROR) or None,
             layout=_parts(curves.usual.layout),

@@ -13,6 +13,7 @@ from oomguard._spec.candidate import Candidate
 
 Key = str | int
 TaskAim = Literal["throughput", "batch"]
+UNRUN = "This candidate was not run, and its peak is predicted."  # begins a note if the device is here
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,7 +70,7 @@ class TaskPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     expected: Prediction
     """The prediction by the trace and the probes before that of the candidate itself."""
     record: TaskRecord | None
-    """The run of this candidate with the worst batch; None if the device is not here."""
+    """The run of this candidate with the worst batch; None if the device is not here, or if there was no time."""
     time_spread: Amount | None = None
     """By which share the median pass took longer than the fastest one; None if it was not run."""
     fallbacks: tuple[TaskRung, ...]
@@ -110,6 +111,11 @@ class TaskPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def confirmed(self) -> bool:
         """Whether this very candidate ran with the worst batch."""
         return self.record is not None and self.record.verdict.ran
+
+    @property
+    def unrun(self) -> str | None:
+        """Why this candidate was not run although the device is here, and what to do about it; otherwise None."""
+        return next((note for note in self.notes if note.startswith(UNRUN)), None)
 
     @property
     def ooms(self) -> int:

@@ -271,7 +271,9 @@ def _basis(plan: Plan) -> tuple[str, ...]:
 
 def unmeasured_words(plan: Plan | TaskPlan) -> str:
     """Why the chosen candidate was not run at full length, and what to do to have it run."""
-    if isinstance(plan, TaskPlan) or plan.ended == "estimate":
+    if isinstance(plan, TaskPlan):
+        return plan.unrun or "Nothing was run: the device is not here."
+    if plan.ended == "estimate":
         return "Nothing was run: the device is not here."
     ways = {
         "max-probes": "The search had run all its probes: raise --max-probes to have it measured.",

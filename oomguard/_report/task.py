@@ -103,7 +103,7 @@ def _evidence(plan: TaskPlan) -> Section:
     )
     header = ("microbatch", "segments", "peak", "step", "verdict")
     table = Table(header=header, rows=rows, align="rrrrl", caption="Probes") if rows else None
-    unmeasured = () if plan.confirmed else (unmeasured_words(plan),)
+    unmeasured = () if plan.confirmed or plan.unrun else (unmeasured_words(plan),)
     sentences = (ended(plan), sizes, *noise_words(plan.time_spread), *unmeasured, *late_words(plan.records))
     return Section(title="Evidence", sentences=sentences, table=table)
 

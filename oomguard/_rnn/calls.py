@@ -129,6 +129,11 @@ class _Block:
         """Whether it has both directions."""
         return len(self.orders) == 2
 
+    @property
+    def uneven(self) -> bool:
+        """Whether sequences end before the last step."""
+        return self.pieces[0].sizes[0] != self.pieces[-1].sizes[-1]
+
     def run(
         self, piece: Piece, hidden: Tensor, state: Tensors, masks: Tensors, weights: Tensors
     ) -> tuple[Tensor, Tensors]:
@@ -150,6 +155,10 @@ class _Block:
         settings = (self.biases, layers, 0.0, torch.is_grad_enabled(), False)
         if piece.dense:
             out, *after = self.kernel(hidden, hx, weights, *settings, False)
+            whole = self.kernel is torch.lstm and state[0].shape == state[1].shape  # without projection: oneDNN runs it
+            if whole and self.uneven and hidden.device.type == "cpu":
+                # autocast lowers what oneDNN returns, but not what the plain call returns, which oneDNN does not run
+                out, *after = (part.to(state[0].dtype) for part in (out, *after))
         else:
             out, *after = self.kernel(hidden, torch.tensor(piece.sizes), hx, weights, *settings)
         return out, after

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +17,7 @@ from oomguard._rnn.calls import CELLS, read_call, run_in_pieces
 from oomguard._rnn.room import choose_segments, read_request
 
 MAX_SEGMENTS = 1_000_000_000
+SINGLE = (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell)  # functions for one step
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -63,7 +65,18 @@ class _Segmented(TorchFunctionMode, ContextDecorator):
                     segments = choose_segments(read_request(call), rule.budget_bytes)
                 if segments is not None and min(segments, len(call.sizes)) > 1:
                     return run_in_pieces(call, segments, recompute=rule.recompute)
+        elif (
+            func in SINGLE and torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0
+        ):  # not in a backward pass
+            _warn_of(func.__name__)
         return func(*args, **kwargs)
+
+
+@cache
+def _warn_of(name: str) -> None:
+    """Warn of a function for one step, the first time that it is called."""
+    advice = "Write the body of the loop as a function for oomguard.scan."
+    warnings.warn(f"A loop over torch.{name} does not run in segments. {advice}", stacklevel=3)
 
 
 def segmented(segments: int | None = None, *, budget: int | str | None = None, recompute: bool = True) -> _Segmented:
@@ -76,7 +89,7 @@ def segmented(segments: int | None = None, *, budget: int | str | None = None, r
     use on the device of the call, as a number or as text such as "6GiB", a call that fits runs as it is, and any other
     in the least segments that fit, by arithmetic. Leave room in the budget for what comes after the calls, such as
     logits. With `recompute=False`, the pieces keep what their backward pass needs (chunks): nothing is computed twice,
-    and only workspace of the kernel is saved.
+    and only workspace of the kernel is saved. A warning names loops over cells, which run as they are.
 
     >>> import oomguard, torch
     >>> lstm = torch.nn.LSTM(3, 4)
@@ -142,13 +155,15 @@ def segment(
     True
     """
     rule, out_of_reach, found = _rule(segments, budget, recompute), list[str](), False
+    inside: tuple[str, ...] = ()  # modules that are named already, and with them all of their parts
     for name, module in model.named_modules():
         if isinstance(module, nn.RNNBase):
             _set_class(module, _class_of(_plain_class(type(module))))
             module.oomguard_rule = rule
             found = True
-        elif isinstance(module, nn.RNNCellBase | torch.jit.ScriptModule):
+        elif isinstance(module, nn.RNNCellBase | torch.jit.ScriptModule) and not name.startswith(inside):
             out_of_reach.append(name or type(module).__name__)
+            inside = (*inside, f"{name}.")
     if out_of_reach:
         advice = "For a loop over cells, use oomguard.scan; TorchScript cannot be changed."
         warnings.warn(f"These modules do not run in segments: {', '.join(out_of_reach)}. {advice}", stacklevel=2)

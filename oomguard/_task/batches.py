@@ -224,7 +224,9 @@ class Batches:
         return [self.samples.make(chosen[start : start + microbatch]) for start in range(0, rows, microbatch)]
 
     def steps_of(self, batch: Any) -> int:
-        """Time steps of a batch: the dimension of its largest part that grows with longer samples."""
+        """Time steps of a batch: the dimension of its largest part that grows with longer samples, if there are any."""
+        if self.equal_time:
+            return count_rows(batch, self.equal_time)
         short, long = (self.pair(index) for index in (0, 1))
         best, other = (0, 0), dict(leaves(long))
         parts = dict(leaves(batch))

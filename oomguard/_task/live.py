@@ -129,8 +129,11 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return function(*args, **kwargs)
         if function is _aten.index.Tensor or function is _aten.index_put_.default:
             args = args[0], _without_masks(args[1]), *args[2:]
-        elif function is _aten.masked_select.default and not isinstance(args[1], FakeTensor):
-            return args[0].new_empty(int(args[1].expand(args[0].shape).sum()))
+        elif function is _aten.masked_select.default:
+            chosen = _positions(args[1].expand(args[0].shape))
+            return args[0].new_empty(len(chosen[0]))
+        elif function is _aten.nonzero.default and isinstance(args[0], FakeTensor):
+            return torch.stack(_positions(args[0]), 1)
         if _stays_real(function, args, kwargs):
             with unset_fake_temporarily():
                 return function(*args, **kwargs)
@@ -156,16 +159,19 @@ def _alike(args: Any) -> bool:
 
 
 def _without_masks(indices: Any) -> list[Tensor | None]:
-    """Indices with real masks replaced by the positions that they choose, since a fake mask chooses nobody knows how
-    many."""
+    """Indices with masks replaced by the positions that they choose."""
     found: list[Tensor | None] = []
     for index in indices:
-        if isinstance(index, Tensor) and not isinstance(index, FakeTensor) and index.dtype in (torch.bool, torch.uint8):
-            with unset_fake_temporarily():
-                found += [*index.nonzero(as_tuple=True)]
-        else:
-            found.append(index)
+        masks = isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+        found += _positions(index) if masks else [index]
     return found
+
+
+def _positions(mask: Tensor) -> tuple[Tensor, ...]:
+    """The positions that a mask chooses: all of them if its values are not known."""
+    with unset_fake_temporarily():
+        real = torch.ones((), dtype=torch.bool).expand(mask.shape) if isinstance(mask, FakeTensor) else mask
+        return real.nonzero(as_tuple=True)
 
 
 def _stays_real(function: Any, args: Any, kwargs: Any) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.nn.modules import module as hooks
+from torch.overrides import TorchFunctionMode
 
 from oomguard._core.errors import MisuseError, shown
 from oomguard._estimate.target import Target
@@ -22,6 +23,7 @@ from oomguard._task.task import Task, line_of, user_code
 NODE_BYTES = 575
 """Bytes of an autograd node with what it holds beside tensors: 15,400 bytes of the 24 operations of a step of PyTorch's
 own LSTM (engines/native.py), less those of the tensors that it keeps."""
+MAX_STEPS = 5  # optimizer steps of a trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,31 @@ def build(task: Task, device: str = "cpu") -> nn.Module:
         raise MisuseError(rule="model() must return a torch.nn.Module", got=got, advice="Return the module.")
     with user_code(f"The model must move to {device}", task.model, "Give its tensors values when it is built."):
         return made.to(device)
+
+
+def copied(model: nn.Module, mode: FakeTensorMode | None = None) -> nn.Module:
+    """A copy of a model, with fake tensors if there is a mode for them.
+
+    Modules in TorchScript copy themselves, and their parameters become results of a graph. Here they are leaves again.
+    """
+    with _WithoutGraph() if mode is None else FakeCopyMode(mode):
+        model = copy.deepcopy(model)
+    for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+                leaf = tensor.detach() if mode is None else mode.from_tensor(tensor.detach())
+                module._c.setattr(name, leaf.requires_grad_(tensor.requires_grad))
+    return model
+
+
+class _WithoutGraph(TorchFunctionMode):
+    """Copies results of a graph too, such as attention weights that a model has kept, but not the graph."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
+            tensor, memo = args
+            return memo.setdefault(id(tensor), tensor.detach().clone())
+        return func(*args, **(kwargs or {}))
 
 
 def make_optimizer(task: Task, model: nn.Module) -> torch.optim.Optimizer:
@@ -125,8 +152,9 @@ def trace(
 ) -> Trace:  # fmt: skip
     """Count the bytes of two training steps. The second has the optimizer's state from the beginning.
 
-    With `training=False`, count those of the loss alone, computed without gradients as in an evaluation. Forward passes
-    in half precision run under autocast. With `fake=False` everything but recurrent calls is computed: for models that
+    More steps follow as long as the state grows, since an optimizer may make a part of it in a later step. With
+    `training=False`, count those of the loss alone, computed without gradients as in an evaluation. Forward passes in
+    half precision run under autocast. With `fake=False` everything but recurrent calls is computed: for models that
     fake tensors cannot run.
     """
     live = Live("cuda" if target.cuda else heap)
@@ -134,8 +162,7 @@ def trace(
     with ExitStack() as stack:
         if fake:
             mode = FakeTensorMode(allow_non_fake_inputs=True)
-            with FakeCopyMode(mode):
-                model = copy.deepcopy(model)
+            model = copied(model, mode)
             batch = mapped(lambda one: mode.from_tensor(one) if _is_content(one) else one, batch)
             stack.enter_context(mode)
         stack.enter_context(live)
@@ -147,8 +174,10 @@ def trace(
             _label_state(optimizer, live)
             if target.cuda:
                 _take_foreach(optimizer)
-            for _ in range(2):
+            held = [-1]  # bytes of the optimizer's state after each step
+            while len(held) < 3 or (held[-1] > held[-2] and len(held) <= MAX_STEPS):
                 _step(task, model, mapped(_fresh, batch), optimizer, live, passes, precision)
+                held.append(sum(size for (term, _), size in live.sizes.items() if term == "optimizer"))
         else:
             live.begin("forward")
             live.part = "loss"

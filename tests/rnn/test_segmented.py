@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import oomguard
 from oomguard._device.proc import read_resident
 from oomguard._estimate.call import Call
 from oomguard._rnn.room import Request, choose_segments, plain_bytes, segmented_bytes
+from oomguard._rnn.segmented import _warn_of
 
 INPUTS = torch.randn(24, 2, 3, generator=torch.Generator().manual_seed(0))
 
@@ -303,8 +305,22 @@ def test_what_segment_cannot_reach_is_named_once() -> None:
         oomguard.segment(nn.Linear(3, 4), segments=4)
 
 
+def test_a_loop_over_cells_is_named_once_unless_it_is_a_scan() -> None:
+    cell, inputs = nn.GRUCell(3, 4), torch.randn(6, 2, 3)
+    _warn_of.cache_clear()
+    with warnings.catch_warnings(record=True) as caught, oomguard.segmented(2):
+        warnings.simplefilter("always")
+        _, outputs = oomguard.scan(lambda state, x: (cell(x, state),) * 2, torch.zeros(2, 4), inputs, segments=3)
+        outputs.sum().backward()
+        assert not caught
+        for x in inputs:
+            cell(x)
+    assert len(caught) == 1
+    assert "A loop over torch.gru_cell does not run in segments." in str(caught[0].message)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_a_model_in_torchscript_is_named() -> None:
-    model = nn.ModuleDict({"scripted": torch.jit.script(nn.Linear(3, 4)), "rnn": nn.GRU(3, 4)})
-    with pytest.warns(UserWarning, match="do not run in segments: scripted"):
+    model = nn.ModuleDict({"scripted": torch.jit.script(nn.Sequential(nn.Linear(3, 4))), "rnn": nn.GRU(3, 4)})
+    with pytest.warns(UserWarning, match=r"do not run in segments: scripted\. "):
         oomguard.segment(model, segments=4)

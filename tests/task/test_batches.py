@@ -226,6 +226,7 @@ def test_a_tiny_batch_of_equally_long_samples_has_their_first_steps() -> None:
     batches = Batches(equal(5000))
     whole = batches.make(2)
     assert whole[0].shape == (2, 5000, 3)
+    assert batches.steps_of(whole) == 5000
     for part, tiny in zip(whole, batches.tiny(2), strict=True):
         assert torch.equal(tiny, part[:, :64])
 

@@ -15,6 +15,7 @@ from oomguard._task.ask import Asker
 from oomguard._task.check import Finding, finding
 from oomguard._task.child import batches_of, begin
 from oomguard._task.task import packed
+from oomguard._task.trace import copied
 
 
 def checked(name: str) -> Finding:
@@ -71,6 +72,64 @@ def test_dropout_between_layers_does_not_make_segments_lossy() -> None:
     assert found.exact, found.reason
 
 
+class Own(nn.Module):
+    """A model that makes tensors in a precision of its own."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.rnn, self.form, self.norm = nn.GRU(3, 4, batch_first=True), form, nn.BatchNorm1d(4)
+        self.plain = torch.ones(4, 4)  # not a buffer, so that double() does not reach it
+
+    def forward(self, x: Tensor) -> Any:
+        types = {"default": None, "named": torch.float32}
+        if self.form in types:
+            return self.rnn(x, torch.zeros(1, len(x), 4, dtype=types[self.form]))[0]
+        hidden = self.rnn(x)[0]
+        if self.form == "sampled":
+            return hidden + hidden * torch.randn_like(hidden) + torch.rand(hidden.shape)
+        hidden = self.norm(hidden.transpose(1, 2)).transpose(1, 2) if self.form == "normed" else hidden
+        return hidden.float() if self.form == "cast" else hidden @ self.plain
+
+
+@pytest.mark.parametrize("form", ["default", "named", "cast", "plain", "sampled"])
+@pytest.mark.parametrize("knob", ["microbatch", "segments"])
+def test_a_model_may_make_tensors_in_a_precision_of_its_own(form: str, knob: str) -> None:
+    begin(packed(Task(model=lambda: Own(form), loss=squared, batch=waves)), 5, 1 << 40)
+    found = finding(knob)
+    assert found.exact, found.reason
+    assert torch.get_default_dtype() is torch.float32
+
+
+class Keeping(nn.Module):
+    """A model that keeps its last outputs, with their graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(3, 4, batch_first=True)
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Any:
+        self.seen = [self.rnn(x)[0]] * 2
+        return self.seen[0]
+
+
+def test_a_model_that_keeps_results_of_its_last_step_is_copied_without_their_graph() -> None:
+    model = Keeping()
+    model(torch.ones(2, 5, 3))
+    other = copied(model)
+    assert isinstance(other, Keeping)
+    assert other.seen[0] is other.seen[1]
+    assert not other.seen[0].requires_grad
+    other(torch.ones(2, 5, 3)).sum().backward()
+    assert all(weight.grad is not None for weight in other.parameters())
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+def test_a_model_that_runs_in_single_precision_alone_is_checked_in_it() -> None:
+    begin(packed(Task(model=lambda: Own("normed"), loss=squared, batch=waves)), 5, 1 << 40)
+    assert "BatchNorm" in finding("microbatch").reason
+
+
 def test_rows_of_a_check_are_short_and_of_unequal_length_where_there_are_any() -> None:
     samples = batches_of("task.models:tagger").samples
     assert samples is not None
@@ -82,6 +141,10 @@ def test_rows_of_a_check_are_short_and_of_unequal_length_where_there_are_any() -
 
 def waves(rows: int, steps: int) -> Tensor:
     return torch.randn(rows, steps, 3)
+
+
+def squared(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()  # type: ignore[no-any-return]
 
 
 def mean(model: nn.Module, batch: Tensor) -> Any:

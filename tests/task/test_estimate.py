@@ -4,6 +4,7 @@ import inspect
 import os
 import random
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,10 +21,11 @@ from oomguard._core.system import run_elsewhere
 from oomguard._estimate.cards import card
 from oomguard._estimate.target import CPU, on_card
 from oomguard._task.batches import Batches
+from oomguard._task.check import finding
 from oomguard._task.child import Answer, answers, begin
 from oomguard._task.layout import mapped
 from oomguard._task.task import packed
-from oomguard._task.trace import Trace, build, evaluate, make_optimizer, trace
+from oomguard._task.trace import Trace, build, copied, evaluate, make_optimizer, trace
 
 TASKS = {name: value for name, value in vars(models).items() if isinstance(value, Task) and name != "contrast_tagger"}
 each = pytest.mark.parametrize("name", TASKS)
@@ -81,6 +83,26 @@ def test_the_state_of_every_optimizer_is_counted(kind: Any) -> None:
     step = traced(task)
     found = [labels for (phase, _), (_, labels) in step.moments.items() if phase == "backward"]
     assert max(sum(n for (term, _), n in labels.items() if term == "optimizer") for labels in found) == sum(sizes)
+
+
+class Late(torch.optim.SGD):
+    """Keeps a copy of the weights from the second step on, as one that averages them does."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for weight in self.param_groups[0]["params"]:
+            state = self.state[weight]
+            if "steps" in state:
+                state.setdefault("average", weight.detach().clone())
+            state["steps"] = True
+
+
+def test_state_that_an_optimizer_makes_in_a_later_step_is_counted() -> None:
+    how: dict[str, Any] = {"model": Forecast, "loss": likelihood, "batch": lambda r, s: torch.randn(r, s, 2)}
+    kinds = (Late, torch.optim.SGD)
+    late, plain = (traced(Task(optimizer=partial(kind, lr=0.1), **how)) for kind in kinds)
+    weights = sum(weight.nbytes for weight in build(Task(**how)).parameters())
+    assert peak_bytes(late) - peak_bytes(plain) == pytest.approx(weights, rel=0.1)
 
 
 def test_held_gradients_of_an_accumulation_count() -> None:
@@ -145,6 +167,52 @@ class Staircase(Opaque):
     def forward(self, x: Tensor) -> Any:
         assert x.numpy() is not None
         return super().forward(x) if x.shape[0] < 40 else super().forward(x).repeat(1, 1, 30)
+
+
+def test_a_mask_whose_values_are_not_known_is_taken_to_choose_all() -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        hidden = model(batch)[0]
+        chosen = hidden[hidden > -2].mean() + hidden.masked_select(hidden > -2).mean()
+        rows, _, _ = (hidden.detach() > -2).nonzero(as_tuple=True)
+        return chosen + (hidden * 0).flatten()[: len(rows)].sum()  # type: ignore[no-any-return]
+
+    task = Task(model=lambda: nn.GRU(3, 256), loss=loss, batch=waves)
+    fake, real = traced(task, steps=60), traced(task, steps=60, fake=False)
+    assert peak_bytes(fake) == pytest.approx(peak_bytes(real), rel=0.02)
+
+
+class Loop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(3, 8)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.zeros(inputs.shape[1], 8)
+        for step in inputs.unbind(0):
+            hidden = self.cell(step, hidden)
+        return hidden
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_model_in_torchscript_is_traced_and_checked() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(torch.jit.script(Loop()), nn.BatchNorm1d(8))
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).pow(3).mean()  # type: ignore[no-any-return]
+
+    task = Task(model=build, loss=loss, batch=waves)
+    fake, real = traced(task), traced(task, fake=False)
+    assert peak_bytes(fake) == pytest.approx(peak_bytes(real), rel=0.02)
+    begin(packed(task), 5, 1 << 40)
+    found = finding("microbatch")
+    assert "BatchNorm" in found.reason
+    with torch.random.fork_rng():
+        model = build()
+    copy = copied(model)
+    copy(torch.ones(5, 2, 3)).sum().backward()
+    assert all(weight.grad is not None for weight in copy.parameters())
+    assert all(weight.grad is None for weight in model.parameters())
 
 
 def test_relative_lengths_that_a_loss_scales_in_place_do_not_keep_a_model_from_being_traced() -> None:

@@ -101,6 +101,9 @@ def test_a_model_that_fails_on_pieces_of_a_batch_has_no_fallbacks() -> None:
     plan = plan_of(sized.trimmed, 60 * MIB)
     assert plan.fallbacks == ()
     assert (plan.batch, plan.candidate.accumulation) == (16, 1)
+    note = "The knob microbatch is not used, since it is not known to keep the gradient. The loss does not run"
+    assert any(one.startswith(note) for one in plan.notes)
+    assert note in said(plan)
 
 
 def test_a_lossy_precision_must_be_allowed() -> None:
@@ -118,6 +121,7 @@ def test_a_plan_is_made_by_traces_if_no_probe_is_done_in_time() -> None:
     assert plan.seconds < 60
     assert plan.expected.peak_bytes + plan.expected.margin_bytes <= plan.budget_bytes
     assert "was not run, and its peak is predicted. Raise --timeout" in said(plan)
+    assert not any("device is not here" in text for text in words_of(plan))
 
 
 def test_a_check_that_takes_too_long_is_told() -> None:
