@@ -15,6 +15,7 @@ import typer
 from oomguard._cli import commands
 from oomguard._cli.commands import BROKEN_PIPE, DOES_NOT_FIT, FITS, INTERRUPTED, MISUSE, Answer, Restart, app, say
 from oomguard._core.errors import GuardError, MisuseError, nearest, shown, unknown
+from oomguard._core.system import thread_variables
 
 __all__ = ["app", "main", "run"]
 
@@ -25,6 +26,7 @@ UsageError: Any = typer.BadParameter.__bases__[0]
 def main() -> None:
     """Run the command line of this process, and exit with its code."""
     commands.started_with = sys.argv[1:]
+    os.environ.update(thread_variables())  # before PyTorch is imported
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a character that the terminal cannot show is no error

@@ -15,7 +15,7 @@ import typer
 from oomguard._cli import flags, parsing
 from oomguard._cli.flags import JSON, LOUDNESS, SPEC, Flag, Group, add_command, flowing
 from oomguard._core.errors import MisuseError, check_whole, conflict, visible, wrong
-from oomguard._core.progress import tell
+from oomguard._core.progress import Status, tell
 from oomguard._core.units import read_budget
 from oomguard._spec.read import PRESETS
 
@@ -519,6 +519,7 @@ def _restart_with(exports: dict[str, str], plan: Path | None = None) -> None:
     if started_with is None or all(os.environ.get(name) == value for name, value in exports.items()):
         return
     words = [started_with[0], *([] if plan is None else [str(plan)]), *started_with[1:]]
+    tell(Status("Starting again with the heap settings of the plan", milestone=True))
     raise Restart(words, exports)
 
 

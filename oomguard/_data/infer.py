@@ -12,7 +12,7 @@ import numpy as np
 
 from oomguard._core.errors import MisuseError
 from oomguard._core.system import run_elsewhere
-from oomguard._core.units import format_seconds
+from oomguard._core.units import format_span
 from oomguard._data.columns import Inferred, listed, read_columns
 from oomguard._data.files import BYTE_TOKENS, characters_of, map_array
 from oomguard._data.frames import is_frame, write_frame
@@ -189,7 +189,7 @@ def _order(source: Source, options: DataOptions) -> list[str]:
     notes = [f"Rows are sorted by {options.time}" + ("." if times["sorted"] else "; in the file they are not.")]
     if times["gaps"]:
         gaps = "is 1 gap" if times["gaps"] == 1 else f"are {times['gaps']:,} gaps"
-        usual, longest = format_seconds(times["interval"]), format_seconds(times["longest"])
+        usual, longest = format_span(times["interval"]), format_span(times["longest"])
         notes.append(f"There {gaps} of more than {usual}, the longest {longest}.")
     if times["repeated"]:
         which = "" if options.id is not None else " If they are several series, name their column as --id."

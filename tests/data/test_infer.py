@@ -111,7 +111,7 @@ def test_gaps_in_time_are_told(tmp_path: Path) -> None:
     days = [1, 2, 3, 9, 10, 20]
     path = written(tmp_path / "t.csv", "day,x\n" + "\n".join(f"2024-01-{day:02},{day}" for day in days))
     _, data = read(path, {"seq": 2})
-    assert data.notes[-1] == "There are 2 gaps of more than 24 h 0 min, the longest 240 h 0 min."
+    assert data.notes[-1] == "There are 2 gaps of more than 1 day, the longest 10 days."
 
 
 @pytest.mark.parametrize("day", ["31.01.2024", "2024/01/31", "2024-01-31 10:00:00", "2024-01-31T10:00:00Z"])
