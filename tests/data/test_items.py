@@ -206,7 +206,7 @@ def test_a_table_in_memory_is_read_like_a_file(form: Any) -> None:
 
 
 def test_a_table_with_series_of_several_lengths_is_refused() -> None:
-    with pytest.raises(MisuseError, match=r"columns of one length.*y is 3 x 5 x 1, and others have 3 series of 4 steps"):
+    with pytest.raises(MisuseError, match="y is 3 x 5 x 1, and others have 3 series of 4 steps"):
         open_source({"x": np.zeros((3, 4, 2)), "y": np.zeros((3, 5, 1))}, spec())
 
 
