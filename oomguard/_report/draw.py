@@ -286,7 +286,7 @@ def _place_labels(panels: list[Axes], marks: tuple[Mark, ...], paper: str) -> No
         panel = panels[mark.panel]
         style: dict[str, Any] = {"textcoords": "offset points", "zorder": 6, "gid": f"label_{len(taken)}"}
         if mark.role != "words":
-            style["bbox"] = {"facecolor": paper, "alpha": 0.7, "linewidth": 0, "pad": 1}
+            style["bbox"] = {"facecolor": paper, "alpha": 0.9, "linewidth": 0, "pad": 1}
         label = panel.annotate(mark.text, (0, 0), (0, 0), **style)
         costs = [(_cost(_move(label, place), panel, mark, covered, taken), place) for place in _places(mark)]
         taken.append(_move(label, min(costs, key=lambda pair: pair[0])[1]))
