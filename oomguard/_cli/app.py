@@ -3,6 +3,7 @@
 `EXIT_CODES` has the exit codes. With `--json`, stdout is one JSON document; messages go to stderr.
 """
 
+import gc
 import io
 import os
 import sys
@@ -30,7 +31,9 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a character that the terminal cannot show is no error
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    gc.freeze()  # otherwise Python ends by looking for cycles among PyTorch's objects, which takes a second
+    sys.exit(code)
 
 
 def run(words: list[str]) -> int:

@@ -325,15 +325,16 @@ def _predict(*, run: str, **values: Any) -> Answer:
     usual = "predictions.npy"
     written = [flag for flag in flags.PREDICTED if flag is not flags.FORCE]
     options = {"output": usual} | parsing.read_options(values, [*flags.READ[1:], *written])
-    parsing.check_output(options["output"], values, usual)
     if is_task_run(run):
         check_task_predicted(Path(run), values.get("model"), options["output"])
         if "data" in values:
             raise conflict("A task has its own data", "the run of a task", "--data")
+        parsing.check_output(options["output"], values, usual)
         return Answer(f"{predict(run, values.get('model'), **options)}\n")
     if "model" in values:
         raise conflict("The run of a spec has its own model", "such a run", "--model")
     check_predicted(Path(run), values.get("data"), options["output"], options)
+    parsing.check_output(options["output"], values, usual)
     return Answer(f"{predict(run, values.get('data'), **options)}\n")
 
 
