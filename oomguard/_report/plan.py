@@ -20,7 +20,7 @@ from oomguard._probe.verdict import Verdict
 from oomguard._report import plan_tables
 from oomguard._report.tables import Section, Table, printer, show_sections
 from oomguard._report.words import candidate_words, noise_words, sentence, speed_words, task_words, time_words, times
-from oomguard._search.space import WORTH, WORTH_LOSSY
+from oomguard._search.space import WORTH
 from oomguard._spec.spec import Spec
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def _why(plan: Plan) -> Section:
     if plan.asked_budget_bytes is not None and plan.asked_budget_bytes > plan.budget_bytes:
         asked, free = format_bytes(plan.asked_budget_bytes), format_bytes(plan.budget_bytes)
         sentences.append(f"Only {free} of the budget of {asked} were free.")
-    sentences += [_bought(gain, plan) for gain in plan.bought]
+    sentences += [_bought(gain, plain_fits=plan.plain.fits) for gain in plan.bought]
     if not plan.candidate.lossy:
         sentences.append("Every knob used is exact: the gradient is that of plain PyTorch, up to rounding.")
     if plan.candidate.allocator in HEAPS:
@@ -207,16 +207,14 @@ def _speed_limit(plan: Plan) -> list[str]:
     return [f"Beyond a microbatch of {plan.enough_rows:,}, speed grows by less than 2 %."]
 
 
-def _bought(bought: LossyGain, plan: Plan) -> str:
+def _bought(bought: LossyGain, *, plain_fits: bool) -> str:
     """The gain by a lossy knob. If plain PyTorch fits, only the user's choice can rule out everything else."""
     names = {"precision": bought.value, "window": f"A window of {bought.value} steps"}
     words = names.get(bought.knob, "8-bit optimizer state")
     if bought.exact is None:
-        why = "Nothing was searched without it" if plan.plain.fits else "Nothing that was searched fits without it"
+        why = "Nothing was searched without it" if plain_fits else "Nothing that was searched fits without it"
         return f"{words} is lossy. {why}."
     gains = [] if bought.speedup is None else [f"{bought.speedup:.2f} times the speed"]
-    if bought.speedup is None and plan.maximize[0] == "throughput" and bought.knob == "precision":
-        gains.append(f"at least {WORTH_LOSSY} times the speed by arithmetic (nothing was timed)")
     if bought.saved_bytes is not None:
         way = "lower" if bought.saved_bytes >= 0 else "higher"
         gains.append(f"a peak that is {format_bytes(abs(bought.saved_bytes))} {way}")
