@@ -31,16 +31,12 @@ def write_frame(data: Any) -> Path:
 
     try:
         if isinstance(data, Mapping):
-            data = _columns({str(name): as_array(column) for name, column in data.items()})
+            data = _columns(_arrays(data))
         elif hasattr(data, "reset_index") and type(data.index).__name__ != "RangeIndex":
             data = data.reset_index()  # dates are often the index
         table = uniform(pa.table(data))
     except (pa.ArrowException, TypeError, ValueError) as error:
-        raise MisuseError(
-            rule="A table must have columns of one length, with names",
-            got=f"this {type(data).__name__} does not ({error})",
-            advice="Give an array of shape (sequences, steps, features), or a DataFrame.",
-        ) from None
+        raise _not_a_table(data, error) from None
     written = process_directory() / "new.parquet"
     parquet.write_table(table, written)
     with written.open("rb") as file:
@@ -50,6 +46,14 @@ def write_frame(data: Any) -> Path:
     else:
         os.replace(written, path)
     return path
+
+
+def _not_a_table(data: Any, error: Exception) -> MisuseError:
+    return MisuseError(
+        rule="A table must have columns of one length, with names",
+        got=f"this {type(data).__name__} does not ({error})",
+        advice="Give an array of shape (sequences, steps, features), or a DataFrame.",
+    )
 
 
 @contextmanager
@@ -65,19 +69,30 @@ def table_errors(path: Path) -> Iterator[None]:
 
 def frame_defaults(data: Any, fields: dict[str, Any], options: DataOptions) -> tuple[dict[str, Any], DataOptions]:
     """Fields and options for a dict of series: the id of its rows, and all columns of an array that is named."""
-    if not isinstance(data, Mapping):
-        return fields, options
-    arrays = {str(name): as_array(column) for name, column in data.items()}
-    if all(array.ndim < 2 for array in arrays.values()):
+    arrays = _arrays(data) if isinstance(data, Mapping) else {}
+    shape = _series_and_steps(arrays)
+    if shape is None:
         return fields, options
     named = {
         name: None if (given := getattr(options, name)) is None else tuple(p for n in given for p in _parts(n, arrays))
         for name in ("columns", "target")
     }
-    steps = next(array.shape[1] for array in arrays.values() if array.ndim > 1)
-    if any(name in arrays and _is_per_series(arrays[name], steps) for name in options.target or ()):
+    if any(name in arrays and _is_per_series(arrays[name], shape[1]) for name in options.target or ()):
         fields = fields | {"head": fields.get("head") or "last-step"}
     return fields, msgspec.structs.replace(options, id=options.id or SERIES, **named)
+
+
+def _arrays(data: Mapping[Any, Any]) -> dict[str, NDArray[Any]]:
+    try:
+        return {str(name): as_array(column) for name, column in data.items()}
+    except ValueError as error:  # lists of several lengths
+        raise _not_a_table(data, error) from None
+
+
+def _series_and_steps(arrays: Mapping[str, NDArray[Any]]) -> tuple[int, int] | None:
+    """The numbers of series and of steps if arrays hold series; None if each is a column."""
+    shapes = (array.shape for array in arrays.values() if array.ndim > 1 and not _is_per_series(array, 2))
+    return next(((shape[0], shape[1]) for shape in shapes), None)
 
 
 def _is_per_series(array: NDArray[Any], steps: int) -> bool:
@@ -95,16 +110,16 @@ def _parts(name: str, arrays: Mapping[str, NDArray[Any]]) -> list[str]:
 
 def _columns(arrays: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     """The columns of a dict of arrays. Arrays of N series with T steps become N × T rows, with the number of each."""
-    first = next((array for array in arrays.values() if array.ndim > 1 and not _is_per_series(array, 2)), None)
-    if first is None:
-        return arrays
-    series, steps = first.shape[:2]
+    shape = _series_and_steps(arrays)
+    if shape is None:
+        return {name: array[:, 0] if array.ndim == 2 else array for name, array in arrays.items()}
+    series, steps = shape
     columns: dict[str, NDArray[Any]] = {SERIES: np.repeat(np.arange(series), steps)}
     for name, array in arrays.items():
         if len(array) == series and _is_per_series(array, steps):
             columns[name] = np.repeat(array.reshape(-1), steps)
         elif array.shape[:2] == (series, steps) and array.ndim < 4:
-            rows = array.reshape(series * steps, -1)
+            rows = array.reshape(series * steps, *array.shape[2:] or (1,))
             columns |= {part: rows[:, place] for place, part in enumerate(_parts(name, arrays))}
         else:
             sizes = " x ".join(map(str, array.shape))
