@@ -248,7 +248,8 @@ def main() -> None:
     claims = {f"no failure in {sum(row['commands'] for row in rows.values())} commands ({failures})": not failures}
     if not args.smoke:
         claims[f"no silence over {MAX_SILENCE:.0f} s (longest: {longest:.1f})"] = longest <= MAX_SILENCE
-    publish("first_hour", {"users": rows}, claims, whole={*users} == {*USERS})
+    priority = {"nice": os.nice(0)}  # below 0, other programs of a busy machine had to wait
+    publish("first_hour", {"users": rows} | priority, claims, whole={*users} == {*USERS})
 
 
 if __name__ == "__main__":
