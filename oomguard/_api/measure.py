@@ -19,6 +19,7 @@ from oomguard._estimate.target import Target
 from oomguard._probe.record import Record, TaskRecord
 from oomguard._probe.runner import TIMEOUT_SECONDS, Runner
 from oomguard._report.progress import showing
+from oomguard._report.screens import in_notebook
 from oomguard._report.words import spec_words
 from oomguard._spec.candidate import KNOBS, Candidate, Candidates
 from oomguard._spec.spec import MAX_SEQ, Spec
@@ -228,24 +229,32 @@ def curves(
     device: str | None = None,
     budget: int | str | None = None,
     measured: Any = None,
+    progress: bool = True,
     **fields: Unpack[Fields],
 ) -> "list[Curve]":
     """Charts of a plan, or of a model as `tradeoffs` takes it. Each answers one question.
 
     They show one model: `over` takes values of microbatch, segments, precision and seq (the longest is shown).
     A notebook displays a curve; `.figure()` returns a Matplotlib figure, `.save("front.png")` writes it to a file.
+    `progress` shows what is done meanwhile.
 
     >>> [curve.name for curve in curves(cell="gru", seq=100, device="t4", hidden=8, layers=1)][:3]
     ['front', 'region', 'segments']
     """
     given: dict[str, Any] = {**fields}
-    from oomguard._plan.value import Plan
-    from oomguard._report.curves import curves_of
-    from oomguard._report.subject import find_subject
+    with showing(progress):
+        tell("Estimating what the charts show")
+        from oomguard._plan.value import Plan
+        from oomguard._report.curves import curves_of
+        from oomguard._report.subject import find_subject
 
-    if isinstance(about, Plan):
-        about, measured = None, about
-    return curves_of(find_subject(about, over=over, device=device, budget=budget, measured=measured, **given))
+        if isinstance(about, Plan):
+            about, measured = None, about
+        found = curves_of(find_subject(about, over=over, device=device, budget=budget, measured=measured, **given))
+        if in_notebook():
+            tell("Loading Matplotlib, which draws the charts")
+            import oomguard._report.draw  # noqa: F401
+        return found
 
 
 @takes(Spec)

@@ -3,6 +3,7 @@
 `EXIT_CODES` has the exit codes. With `--json`, stdout is one JSON document; messages go to stderr.
 """
 
+import gc
 import io
 import os
 import sys
@@ -15,6 +16,7 @@ import typer
 from oomguard._cli import commands
 from oomguard._cli.commands import BROKEN_PIPE, DOES_NOT_FIT, FITS, INTERRUPTED, MISUSE, Answer, Restart, app, say
 from oomguard._core.errors import GuardError, MisuseError, nearest, shown, unknown
+from oomguard._core.system import thread_variables
 
 __all__ = ["app", "main", "run"]
 
@@ -25,10 +27,13 @@ UsageError: Any = typer.BadParameter.__bases__[0]
 def main() -> None:
     """Run the command line of this process, and exit with its code."""
     commands.started_with = sys.argv[1:]
+    os.environ.update(thread_variables())  # before PyTorch is imported
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a character that the terminal cannot show is no error
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    gc.freeze()  # otherwise Python ends by looking for cycles among PyTorch's objects, which takes a second
+    sys.exit(code)
 
 
 def run(words: list[str]) -> int:

@@ -15,7 +15,7 @@ import typer
 from oomguard._cli import flags, parsing
 from oomguard._cli.flags import JSON, LOUDNESS, SPEC, Flag, Group, add_command, flowing
 from oomguard._core.errors import MisuseError, check_whole, conflict, visible, wrong
-from oomguard._core.progress import tell
+from oomguard._core.progress import Status, tell
 from oomguard._core.units import read_budget
 from oomguard._spec.read import PRESETS
 from oomguard._task.task import NAME
@@ -326,15 +326,16 @@ def _predict(*, run: str, **values: Any) -> Answer:
     usual = "predictions.npy"
     written = [flag for flag in flags.PREDICTED if flag is not flags.FORCE]
     options = {"output": usual} | parsing.read_options(values, [*flags.READ[1:], *written])
-    parsing.check_output(options["output"], values, usual)
     if is_task_run(run):
         check_task_predicted(Path(run), values.get("model"), options["output"])
         if "data" in values:
             raise conflict("A task has its own data", "the run of a task", "--data")
+        parsing.check_output(options["output"], values, usual)
         return Answer(f"{predict(run, values.get('model'), **options)}\n")
     if "model" in values:
         raise conflict("The run of a spec has its own model", "such a run", "--model")
     check_predicted(Path(run), values.get("data"), options["output"], options)
+    parsing.check_output(options["output"], values, usual)
     return Answer(f"{predict(run, values.get('data'), **options)}\n")
 
 
@@ -558,6 +559,7 @@ def _restart_with(exports: dict[str, str], plan: Path | None = None) -> None:
     if started_with is None or all(os.environ.get(name) == value for name, value in exports.items()):
         return
     words = [started_with[0], *([] if plan is None else [str(plan)]), *started_with[1:]]
+    tell(Status("Starting again with the heap settings of the plan", milestone=True))
     raise Restart(words, exports)
 
 

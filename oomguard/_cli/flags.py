@@ -315,12 +315,12 @@ def add_command(
 
 
 def _progress(given: dict[str, Any]) -> AbstractContextManager[None]:
-    """Show the progress of a command; with --json only if that is asked for. The flags are taken out."""
+    """Show the progress of a command, on stderr, also with --json. The flags are taken out."""
     off = [given.pop(f"no_{flag.name}", False) for flag in LOUDNESS]
     quiet, verbose = (given.pop(flag.name, False) and not no for flag, no in zip(LOUDNESS, off, strict=True))
     if quiet and verbose:
         raise conflict("A command is quiet or verbose", "--quiet", "--verbose")
-    return showing(not quiet and (verbose or not given.get("json")), verbose=verbose)
+    return showing(not quiet, verbose=verbose)
 
 
 def _argument(flag: Flag) -> inspect.Parameter:

@@ -21,7 +21,9 @@ def parse_bytes(text: str, name: str = "a size") -> int:
     """Read a size. Binary units (KiB, MiB, GiB, or k, m, g) count in 1024s, kB, MB and GB in 1000s."""
     size_bytes = int(_parse(text, _UNIT_BYTES, name, "such as 6GiB or 700MiB"))
     if not 1 <= size_bytes <= MAX_BYTES:
-        raise wrong(name, "from 1 B to 1 EiB", text, "Write it as 6GiB.")
+        small = size_bytes < 1 and text.strip()[-1:].isdigit()
+        advice = f"Did you mean {text.strip()}GiB?" if small else "Write it as 6GiB."
+        raise wrong(name, "from 1 B to 1 EiB", text, advice)
     return size_bytes
 
 
@@ -57,6 +59,14 @@ def format_seconds(seconds: float) -> str:
     if seconds < 3599.5:
         return f"{round(seconds) // 60} min {round(seconds) % 60} s"
     return f"{round(seconds / 60) // 60} h {round(seconds / 60) % 60} min"
+
+
+def format_span(seconds: float) -> str:
+    """Format the time between two dates: from two days on in days."""
+    days = seconds / 86400
+    if days < 2 and days != 1:
+        return format_seconds(seconds)
+    return "1 day" if days == 1 else f"{days:,.1f} days".replace(".0 ", " ")
 
 
 def _parse(text: str, units: dict[str, int], name: str, example: str) -> float:

@@ -21,7 +21,7 @@ import numpy as np
 
 from oomguard._core.errors import MisuseError, conflict, shown
 from oomguard._core.system import new_temporary
-from oomguard._data.options import DataOptions, choose_columns, forecasts, target_width
+from oomguard._data.options import DataOptions, choose_columns, forecasts, from_the_end, target_width
 from oomguard._data.rows import Arrays, checked_pair
 from oomguard._data.source import Appended, Array, Ints, Mapped, cached, fingerprint, no_data, unreadable, writable
 from oomguard._spec.spec import Spec
@@ -52,7 +52,7 @@ def open_array(data: Path | Array, spec: Spec, options: DataOptions) -> Arrays:
     own_targets = None if options.targets is None else _map_targets(options, spec, mapped)
     has_columns = axes == 2 and not single
     names = [str(number) for number in range(shape[-1] if has_columns else 1)]
-    input_names, target_names, ahead = choose_columns(names, spec, options, path)
+    input_names, target_names, ahead = choose_columns(names, spec, from_the_end(options, len(names)), path)
     inputs = replace(mapped, columns=tuple(map(int, input_names))) if has_columns else mapped
     targets = inputs
     if own_targets is not None:

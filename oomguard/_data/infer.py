@@ -12,12 +12,12 @@ import numpy as np
 
 from oomguard._core.errors import MisuseError
 from oomguard._core.system import run_elsewhere
-from oomguard._core.units import format_seconds
+from oomguard._core.units import format_span
 from oomguard._data.columns import Inferred, listed, read_columns
 from oomguard._data.files import BYTE_TOKENS, characters_of, map_array
-from oomguard._data.frames import is_frame, write_frame
+from oomguard._data.frames import SERIES, frame_defaults, is_frame, table_errors, write_frame
 from oomguard._data.open import Missing, histogram, is_dataset, kind_of, open_source
-from oomguard._data.options import DataOptions, PlanData, check_used
+from oomguard._data.options import DataOptions, PlanData, check_used, from_the_end
 from oomguard._data.rows import Source, as_array
 from oomguard._data.source import Array
 from oomguard._spec.read import make_spec
@@ -32,10 +32,18 @@ def spec_from_data(fields: dict[str, Any], data: Any, options: DataOptions) -> t
             got="got both",
             advice="Leave --lengths or --data out.",
         )
+    if is_frame(data):
+        fields, options = frame_defaults(data, fields, options)
+        table = write_frame(data)
+        with table_errors(table):
+            spec, found = _from_data(fields, table, options)
+        return spec, msgspec.structs.replace(found, path=None)
+    return _from_data(fields, data, options)
+
+
+def _from_data(fields: dict[str, Any], data: Any, options: DataOptions) -> tuple[Spec, PlanData]:
     given = {name: value for name, value in fields.items() if value is not None}
     path = str(data) if isinstance(data, str | Path) else None
-    if is_frame(data):
-        data = write_frame(data)
     inferred = _infer(Inferred(fields=given, options=options), data)
     given, options, seq = inferred.fields, inferred.options, fields.get("seq")
     spec = make_spec({"seq": 1} | given)
@@ -57,6 +65,7 @@ def spec_from_data(fields: dict[str, Any], data: Any, options: DataOptions) -> t
 def complete(data: Any, options: DataOptions) -> DataOptions:
     """The options with the columns of a table that has dates or text; the same for all other data."""
     if is_frame(data):
+        _, options = frame_defaults(data, {}, options)
         data = write_frame(data)
     kind = kind_of(Path(data), options) if isinstance(data, str | Path) else None
     if kind not in ("csv", "parquet") or options.categories:
@@ -102,6 +111,7 @@ def _from_array(given: Inferred, array: Array) -> Inferred:
     if "vocab" in fields or array.ndim not in (1, 2, 3):
         return given
     width = array.shape[-1] if array.ndim > 1 else 1
+    given = replace(given, options=(options := from_the_end(options, width)))
     if options.targets is not None:
         targets = map_array(Path(options.targets)).array
         per_series = array.ndim == 3 and targets.shape[:2] != array.shape[:2]
@@ -165,7 +175,7 @@ def _size(source: Source, options: DataOptions) -> str:
     """The number of sequences and their lengths, in a sentence."""
     lengths, store = source.lengths, source.store
     form = "windows" if store.long or options.stride is not None else "series"
-    by = f" by {options.id}" if options.id is not None else ""
+    by = f" by {options.id}" if options.id not in (None, SERIES) else ""
     shortest, longest = int(lengths.min()), int(lengths.max())
     steps = f"{longest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"
     whole = len(np.unique(source.cuts.pieces.series))
@@ -189,7 +199,7 @@ def _order(source: Source, options: DataOptions) -> list[str]:
     notes = [f"Rows are sorted by {options.time}" + ("." if times["sorted"] else "; in the file they are not.")]
     if times["gaps"]:
         gaps = "is 1 gap" if times["gaps"] == 1 else f"are {times['gaps']:,} gaps"
-        usual, longest = format_seconds(times["interval"]), format_seconds(times["longest"])
+        usual, longest = format_span(times["interval"]), format_span(times["longest"])
         notes.append(f"There {gaps} of more than {usual}, the longest {longest}.")
     if times["repeated"]:
         which = "" if options.id is not None else " If they are several series, name their column as --id."

@@ -16,7 +16,7 @@ from oomguard._core.errors import MisuseError, shown
 from oomguard._core.system import run_elsewhere
 from oomguard._data import order
 from oomguard._data.files import map_array, open_array, open_text, spool
-from oomguard._data.frames import is_frame, write_frame
+from oomguard._data.frames import is_frame, table_errors, write_frame
 from oomguard._data.options import DataOptions, Format, check_used
 from oomguard._data.rows import Arrays, Items, Normaliser, Source, as_array, cut_sources, fit_normaliser, open_items
 from oomguard._data.source import Ints, no_data, unreadable
@@ -112,7 +112,9 @@ def _open(data: Any, spec: Spec, options: DataOptions) -> Arrays | Items:
         check_used("npy", options)
         return open_array(data, spec, options)
     if is_frame(data):
-        return _open_file(write_frame(data), spec, options)
+        path = write_frame(data)
+        with table_errors(path):
+            return _open_file(path, spec, options)
     from torch import Tensor  # files need no torch
 
     if isinstance(data, Tensor):

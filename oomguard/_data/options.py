@@ -152,6 +152,18 @@ def check_used(kind: str, options: DataOptions) -> None:
             )
 
 
+def from_the_end(options: DataOptions, count: int) -> DataOptions:
+    """The options for an array with so many columns: -1 is the last one, as in NumPy."""
+
+    def counted(names: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        numbers = {str(-back): str(count - back) for back in range(1, count + 1)}
+        return None if names is None else tuple(numbers.get(name, name) for name in names)
+
+    if not any(name.startswith("-") for name in (*(options.columns or ()), *(options.target or ()))):
+        return options
+    return msgspec.structs.replace(options, columns=counted(options.columns), target=counted(options.target))
+
+
 def choose_columns(
     names: list[str], spec: Spec, options: DataOptions, path: object
 ) -> tuple[list[str], list[str], int]:

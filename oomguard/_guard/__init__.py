@@ -286,7 +286,7 @@ class Guard:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.watch.end()
+        self.watch.look()
         self.device.unlimit()
 
 

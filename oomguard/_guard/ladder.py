@@ -143,8 +143,8 @@ class Watch:
         self.device.reset()
         self._checked_at = monotonic()
 
-    def end(self) -> None:
-        """Read the peak once more."""
+    def look(self) -> None:
+        """Read the peak, without judging it."""
         self.peak_bytes = max(self.peak_bytes, self.device.reading().peak_bytes)
 
     def check(self) -> Pressure | None:

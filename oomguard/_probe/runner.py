@@ -20,7 +20,7 @@ from typing import IO, Any, NamedTuple, TypeVar
 import msgspec
 
 from oomguard._core.errors import MisuseError
-from oomguard._core.system import command
+from oomguard._core.system import command, thread_variables
 from oomguard._core.units import MIB, format_bytes, format_seconds, read_budget
 from oomguard._device.find import find_target, open_device
 from oomguard._device.proc import read_status
@@ -256,7 +256,7 @@ class _Child:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self.stderr,
-                env=CHILD_ENVIRONMENT | own | environment,
+                env=thread_variables() | CHILD_ENVIRONMENT | own | environment,
                 bufsize=0,
             )
         except OSError:

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from oomguard._core.errors import MisuseError
+from oomguard._core.progress import tell
 from oomguard._core.units import GIB, format_bytes
 from oomguard._plan.value import Plan
 from oomguard._report.curve import Curve, Mark, Series, budget_mark, linear_axis, log_axis, make_series
@@ -269,8 +270,11 @@ MAKERS: dict[str, Callable[[Subject], Curve]] = {
 
 
 def curves_of(subject: Subject) -> list[Curve]:
-    charted = for_charts(subject)
-    return [make(charted) for make in MAKERS.values()]
+    charted, found = for_charts(subject), list[Curve]()
+    for number, make in enumerate(MAKERS.values()):
+        tell(f"Estimating chart {number + 1} of {len(MAKERS)}", number / len(MAKERS))
+        found.append(make(charted))
+    return found
 
 
 def redrawn_curves(plan: Plan) -> list[dict[str, Curve]]:

@@ -75,7 +75,10 @@ def _peak_lines(name: str, sweep: pd.DataFrame, slot: int) -> list[Series]:
 
 
 def _measured_peaks(subject: Subject, knob: str, fixed: Iterable[str]) -> list[Series]:
-    """Peaks measured at full length over one knob, of candidates that share the `fixed` knobs with the subject's."""
+    """Peaks measured at full length over one knob, of candidates that share the `fixed` knobs with the subject's.
+
+    The plan itself is left out: its star is there.
+    """
     records = [
         record
         for record in subject.records
@@ -83,6 +86,7 @@ def _measured_peaks(subject: Subject, knob: str, fixed: Iterable[str]) -> list[S
         and record.spec.steps == subject.spec.steps
         and same_model(record.spec, subject.spec)
         and all(getattr(record.candidate, name) == getattr(subject.candidate, name) for name in fixed)
+        and not (subject.planned is not None and record.candidate == subject.planned.candidate)
     ]
     sizes = [getattr(record.candidate, knob) for record in records]
     peaks = [record.peak_bytes or 0 for record in records]

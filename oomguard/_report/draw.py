@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from oomguard._report.curve import Axis, Curve, Mark, Series
 
 DPI = 160  # dots per inch of a PNG file
+LARGE_MARKER = 7  # points across: those of measured candidates, of notes and of the plan
 POINTS = 72  # points per inch: the unit of an SVG
 CHARACTER = 0.077  # Width of a character in inches. Above the average, so that estimated widths suffice.
 MOST_TICKS = 9  # Labels along one logarithmic axis, at most. More would touch on a phone.
@@ -286,15 +287,19 @@ def _place_labels(panels: list[Axes], marks: tuple[Mark, ...], paper: str) -> No
         panel = panels[mark.panel]
         style: dict[str, Any] = {"textcoords": "offset points", "zorder": 6, "gid": f"label_{len(taken)}"}
         if mark.role != "words":
-            style["bbox"] = {"facecolor": paper, "alpha": 0.7, "linewidth": 0, "pad": 1}
+            style["bbox"] = {"facecolor": paper, "alpha": 0.9, "linewidth": 0, "pad": 1}
         label = panel.annotate(mark.text, (0, 0), (0, 0), **style)
         costs = [(_cost(_move(label, place), panel, mark, covered, taken), place) for place in _places(mark)]
         taken.append(_move(label, min(costs, key=lambda pair: pair[0])[1]))
 
 
 def _line_pixels(line: Line2D) -> NDArray[np.float64]:
-    """Pixels that a line or its markers cover, four pixels apart."""
+    """Pixels that a line or its markers cover, four pixels apart; of a large marker, which no label may hide, more."""
     corners = np.asarray(line.get_transform().transform(line.get_xydata()), dtype=float)
+    if line.get_linestyle() == "None" and line.get_markersize() >= LARGE_MARKER:
+        reach = np.linspace(-0.4, 0.4, 9) * line.get_markersize() * line.figure.dpi / POINTS
+        around = np.stack(np.meshgrid(reach, reach), axis=-1).reshape(-1, 2)
+        return np.asarray((corners[:, None] + around).reshape(-1, 2))
     if line.get_linestyle() == "None" or len(corners) < 2:
         return corners
     along = np.r_[0, np.cumsum(np.hypot(*np.diff(corners, axis=0).T))]

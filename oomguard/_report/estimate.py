@@ -105,7 +105,9 @@ def _show_fit(estimate: Estimate, console: "Console") -> None:
             say(f"FITS with {format_bytes(spare_bytes)} to spare.", "bold green")
         else:
             say(f"DOES NOT FIT by {format_bytes(-spare_bytes)}.", "bold red")
-    say(peak_words(str(estimate.moment)))
+    runtime = "PyTorch itself" if estimate.device == "cpu" else "the CUDA context"
+    explained = f" The runtime is {runtime}." if console.width < WIDE else ""  # a wide terminal has a column for it
+    say(peak_words(str(estimate.moment)) + explained)
     if estimate.host_bytes:
         say(f"It also needs {format_bytes(int(estimate.host_bytes))} of host memory.")
 
@@ -134,7 +136,7 @@ def _terms(estimate: Estimate, width: int) -> Table:
     totals = [("total", int(estimate.total_bytes))]
     if estimate.budget_bytes is not None:
         totals += [("margin", int(estimate.margin_bytes)), ("budget", estimate.budget_bytes)]
-    rows += [(name, format_bytes(size), "", "") for name, size in totals]
+    rows += [(name, format_bytes(size), "", "since estimates err" * (name == "margin")) for name, size in totals]
     columns = 5 if width >= WIDE else 4
     return Table(
         header=("",) * columns,

@@ -103,7 +103,8 @@ def _bars(plan: Plan) -> tuple[list[tuple[object, ...]], str, str]:
     ]
     bars: list[tuple[object, ...]] = []
     for name, note, peak_bytes, margin_bytes, fits in rows:
-        shares = _percent(peak_bytes, scale_bytes), _percent(margin_bytes, scale_bytes)
+        room_bytes = max(0, scale_bytes - peak_bytes)
+        shares = _percent(peak_bytes, scale_bytes), _percent(min(margin_bytes, room_bytes), scale_bytes)
         bars.append((name, note, format_bytes(peak_bytes), *shares, not fits, peak_bytes + margin_bytes > scale_bytes))
     return bars, format_bytes(budget_bytes), _percent(budget_bytes, scale_bytes)
 

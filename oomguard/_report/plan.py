@@ -19,7 +19,16 @@ from oomguard._probe.record import Probed
 from oomguard._probe.verdict import Verdict
 from oomguard._report import plan_tables
 from oomguard._report.tables import Section, Table, printer, show_sections
-from oomguard._report.words import candidate_words, noise_words, sentence, speed_words, task_words, time_words, times
+from oomguard._report.words import (
+    candidate_words,
+    chosen_words,
+    noise_words,
+    sentence,
+    speed_words,
+    task_words,
+    time_words,
+    times,
+)
 from oomguard._search.space import WORTH
 from oomguard._spec.spec import Spec
 
@@ -96,7 +105,7 @@ def result(plan: Plan) -> Section:
         title=f"Plan for {task_words(plan.spec, plan.where.device)}",
         sentences=(
             *([f"The gradient is not exact: {', '.join(lossy)}."] if lossy else []),
-            sentence(candidate_words(plan.candidate)),
+            chosen_words(plan.candidate),
             ", ".join([peak, *_speed(plan)]) + ".",
             plain_words(plan),
         ),

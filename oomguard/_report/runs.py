@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 NAME_WIDTH, RUN_WIDTH = 18, 14
 """Characters of the names of rows and of a run. More runs than fit beside one another are in further tables."""
+PLAN = ("microbatch", "segments", "precision", "planned_peak_bytes")  # shown even if all runs have the same
 
 
 def compare(*runs: str | os.PathLike[str]) -> "DataFrame":
@@ -52,7 +53,7 @@ def comparison_json(runs: Sequence[RunSummary]) -> dict[str, Any]:
 
 
 def show_comparison(runs: Sequence[RunSummary], console: "Console") -> None:
-    """Print what the runs have reached and the settings in which they differ, a column for each run."""
+    """Print what the runs have reached, their plans, and the settings in which they differ, a column for each run."""
     differing = [name for name in runs[0].settings | runs[-1].settings if _differs(name, runs)]
     note = "All settings are the same." if not differing else f"They differ in {times(len(differing), 'setting')}."
     beside = max(1, (console.width - NAME_WIDTH) // RUN_WIDTH)
@@ -71,7 +72,8 @@ def _differs(name: str, runs: Sequence[RunSummary]) -> bool:
 def _table(part: Sequence[RunSummary], runs: Sequence[RunSummary], differing: Sequence[str]) -> Table:
     names = [name for name in runs[0].reached if any(run.reached[name] is not None for run in runs)]
     rows = [(_words(name), *(_figure(name, run.reached[name]) for run in part)) for name in names]
-    rows += [(_words(name), *(_figure(name, run.settings.get(name)) for run in part)) for name in differing]
+    shown = dict.fromkeys([*PLAN, *differing])
+    rows += [(_words(name), *(_figure(name, run.settings.get(name)) for run in part)) for name in shown]
     header = ("", *_labels([run.run for run in runs])[runs.index(part[0]) :][: len(part)])
     return Table(header=header, rows=tuple(rows), align="l" + "r" * len(part))
 

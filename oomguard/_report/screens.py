@@ -20,8 +20,9 @@ if TYPE_CHECKING:  # a command that shows nothing does not wait for rich
     from rich.live import Live
     from rich.text import Text
 
-FIRST_SECONDS = 5.0  # nothing is silent for longer; what is done sooner leaves no line in a log
-PAUSE_SECONDS = 15.0  # seconds between two lines of a log if nothing new begins: a few lines a minute
+FIRST_SECONDS = 3.0  # seconds until a log has a line, so that it is never silent for 5; what is done sooner leaves none
+PAUSE_SECONDS = 15.0  # seconds between two lines of a long log if nothing new begins: a few lines a minute
+WATCHED_SECONDS = 120.0  # so long somebody may be watching a log: until then it pauses for `FIRST_SECONDS` at most
 BAR = 16  # characters of a bar
 
 
@@ -138,12 +139,12 @@ class Terminal(Screen):
 
 
 class Log(Screen):
-    """Lines on stderr: one when something new begins, but not at once, and otherwise a few a minute.
+    """Lines on stderr: one every few seconds at first, and later a few a minute, or when something new begins.
 
     `verbose` writes every status, with the seconds since the beginning.
     """
 
-    period = 1.0
+    period = 0.25
 
     def __init__(self, *, verbose: bool = False) -> None:
         super().__init__()
@@ -153,7 +154,7 @@ class Log(Screen):
         status, now = moment.status, monotonic()
         topic = status.topic or status.words
         new = topic != self.topic
-        wait = FIRST_SECONDS if new else PAUSE_SECONDS
+        wait = FIRST_SECONDS if new or now - self.began < WATCHED_SECONDS else PAUSE_SECONDS
         if moment.seconds == 0 and (self.verbose or status.milestone):
             wait = 0.0
         if now - self.written_at >= wait:

@@ -11,11 +11,10 @@ from oomguard._report.plan_tables import environment
 from oomguard._report.tables import Section, Table, printer, show_sections
 from oomguard._report.words import (
     NONE,
-    candidate_words,
+    chosen_words,
     noise_words,
     pieces_words,
     rows_words,
-    sentence,
     speed_words,
     time_words,
     times,
@@ -58,7 +57,7 @@ def result(plan: TaskPlan) -> Section:
         title=f"Plan for {plan.task}, {length}, batch {plan.batch:,} on {plan.where.device}",
         sentences=(
             *([f"The gradient is not exact: {', '.join(_lossy(plan))}."] if plan.lossy else []),
-            sentence(candidate_words(plan.candidate)),
+            chosen_words(plan.candidate),
             ", ".join(parts) + ".",
             f"The whole batch in one pass, without segments, would need {format_bytes(plan.plain_bytes)}: {fits}.",
         ),

@@ -9,6 +9,7 @@ NONE = "–"  # the cell of a table that has no figure
 SHAPE = tuple(name for name, knob in KNOBS.items() if knob.role.group == "shape")
 """The knobs that cut a step into pieces. All other knobs are settings."""
 _TIME_UNITS = (("s", 1), ("min", 60), ("h", 3600), ("day", 86_400))
+ALLOCATORS = {"tight": "returns freed memory", "fast": "keeps freed memory"}  # what they do, in brief
 
 
 def spec_words(spec: Spec) -> str:
@@ -66,6 +67,13 @@ def candidate_words(candidate: Candidate) -> str:
     elif candidate.segments > 1:
         parts.append(pieces_words(candidate).replace(f"{candidate.segments:,}", f"{candidate.segments:,} segments", 1))
     return ", ".join([*parts, *setting_words(candidate).values()])
+
+
+def chosen_words(candidate: Candidate) -> str:
+    """The candidate of a plan as a sentence, with the meaning of its allocator: a newcomer meets it here first."""
+    words, brief = candidate_words(candidate), ALLOCATORS.get(candidate.allocator or "")
+    setting = f"allocator {candidate.allocator}"
+    return sentence(words if brief is None else words.replace(setting, f"{setting} ({brief})"))
 
 
 def time_words(seconds: float, spread: float | None = None, *, about: bool = False) -> str:

@@ -218,6 +218,8 @@ class Trainer(ABC):
         validated = self._validate()
         is_due = step % self.config.options.log_every == 0 or self._is_done() or validated is not None
         if self.metrics is not None and is_due:
+            if self._is_done() or not self.guard.watch.peak_bytes:  # between them, the guard looks now and then
+                self.guard.watch.look()
             self.metrics.write(
                 step,
                 loss=loss,

@@ -37,6 +37,12 @@ def process(line: str, **settings: Any) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(command, **usual | settings)
 
 
+def test_a_command_ends_without_collecting_the_objects_of_pytorch() -> None:
+    code = "import gc, sys; from oomguard._cli.app import main\ntry: main()\nfinally: print(gc.get_freeze_count())"
+    done = subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, text=True, check=True)
+    assert int(done.stdout.split()[-1]) > 1000
+
+
 def test_what_fits_ends_with_0() -> None:
     assert run(f"{LSTM} --budget 900GiB".split()) == 0
 

@@ -93,7 +93,7 @@ def test_a_plan_for_a_card_is_made_by_arithmetic(
     assert out.startswith("Plan for lstm 64 → 256 × 2 layers, T = 10,000, batch 32 on a100-80gb\n")
     assert "(by arithmetic alone)" in out
     assert out.endswith("Written to plan.json. Everything about it: oomguard show plan.json\n")
-    assert err == ""
+    assert "oomguard:" not in err  # progress alone
     assert load_spec_plan("plan.json") == reckoned()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from oomguard._core.errors import MisuseError
-from oomguard._core.system import Elsewhere, command, run_elsewhere
+from oomguard._core.system import Elsewhere, command, run_elsewhere, thread_variables
 
 
 def test_a_child_has_this_package() -> None:
@@ -25,6 +25,18 @@ def test_a_function_that_runs_in_a_child_returns_its_result() -> None:
 def test_a_function_that_fails_in_a_child_raises_its_error_here() -> None:
     with pytest.raises(MisuseError, match="Write it as 6GiB"):
         run_elsewhere("oomguard._core.units", "parse_bytes", "2000000TiB")
+
+
+def test_threads_that_wait_sleep_where_others_keep_all_cores_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = os.cpu_count() or 1
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getloadavg", lambda: (1.1 * cores, 0.0, 0.0))  # such as a training of this user alone
+    assert thread_variables() == {}
+    monkeypatch.setattr(os, "getloadavg", lambda: (3.0 * cores, 0.0, 0.0))
+    assert run_elsewhere("os", "getenv", "OMP_WAIT_POLICY") == "passive"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert run_elsewhere("os", "getenv", "OMP_WAIT_POLICY") == "active"
 
 
 def test_one_child_answers_several_calls() -> None:

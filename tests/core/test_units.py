@@ -16,6 +16,7 @@ from oomguard._core.units import (
     TIB,
     format_bytes,
     format_seconds,
+    format_span,
     parse_bytes,
     parse_seconds,
     read_budget,
@@ -76,6 +77,20 @@ def test_what_is_no_size_is_refused_with_three_beats(text: str) -> None:
 def test_any_text_is_a_size_within_bounds_or_misuse(text: str) -> None:
     size_bytes = attempt(parse_bytes, text=text)
     assert has_three_beats(size_bytes) or (isinstance(size_bytes, int) and 1 <= size_bytes <= MAX_BYTES)
+
+
+def test_a_size_without_a_unit_is_asked_back_with_the_likely_one() -> None:
+    for text in ("6", "0.5"):
+        with pytest.raises(MisuseError, match=rf"Did you mean {text}GiB\?"):
+            read_budget(text)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(3600, "1 h 0 min"), (86400, "1 day"), (129_600, "36 h 0 min"), (259_200, "3 days"), (216_000, "2.5 days")],
+)
+def test_the_time_between_dates_is_written_in_days(seconds: float, text: str) -> None:
+    assert format_span(seconds) == text
 
 
 def test_a_refused_text_is_cut_in_the_message() -> None:

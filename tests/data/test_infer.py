@@ -5,12 +5,14 @@ from typing import Any
 
 import numpy as np
 import pandas
+import pyarrow as pa
 import pytest
 import torch
 from data.making import inputs_of, numbers, saved, targets_of, written
 from torch.utils.data import TensorDataset
 
 from oomguard._core.errors import MisuseError
+from oomguard._data.frames import uniform
 from oomguard._data.infer import complete, spec_from_data
 from oomguard._data.open import open_source
 from oomguard._data.options import DataOptions, PlanData
@@ -111,7 +113,7 @@ def test_gaps_in_time_are_told(tmp_path: Path) -> None:
     days = [1, 2, 3, 9, 10, 20]
     path = written(tmp_path / "t.csv", "day,x\n" + "\n".join(f"2024-01-{day:02},{day}" for day in days))
     _, data = read(path, {"seq": 2})
-    assert data.notes[-1] == "There are 2 gaps of more than 24 h 0 min, the longest 240 h 0 min."
+    assert data.notes[-1] == "There are 2 gaps of more than 1 day, the longest 10 days."
 
 
 @pytest.mark.parametrize("day", ["31.01.2024", "2024/01/31", "2024-01-31 10:00:00", "2024-01-31T10:00:00Z"])
@@ -178,7 +180,51 @@ def test_frames_tensors_and_dicts_are_read_like_their_file(tmp_path: Path) -> No
         assert (spec, about.options.columns, about.path) == (expected[0], expected[1].options.columns, None)
 
 
-@pytest.mark.parametrize("target", [2, "2", (2,), ["2"]], ids=repr)
+def test_a_dict_of_series_has_a_column_for_each_number_of_a_step() -> None:
+    arrays = {"x": np.arange(24.0).reshape(2, 4, 3), "load": np.arange(8.0).reshape(2, 4), "kind": np.array([1, 0])}
+    spec, data = read(arrays, target="load")
+    assert data.notes[:3] == ("2 series of 4 steps.", "Inputs: x.0, x.1, x.2, kind.", "Targets: load.")
+    source = open_source(arrays, spec, data.options)
+    np.testing.assert_array_equal(source[1][0][:, :3], arrays["x"][1])
+    np.testing.assert_array_equal(source[1][0][:, 3], 0)
+    np.testing.assert_array_equal(source[1][1][:, 0], arrays["load"][1])
+
+
+def test_a_value_for_each_series_of_a_dict_is_predicted_at_its_last_step() -> None:
+    arrays = {"x": np.arange(24.0).reshape(2, 4, 3), "y": torch.tensor([1, 0])}
+    spec, data = read(arrays, {"loss": "cross-entropy"}, target="y")
+    assert facts(spec) == (3, None, 2, "cross-entropy", "last-step", 4)
+    source = open_source(arrays, spec, data.options)
+    assert [int(source[number][1]) for number in range(2)] == [1, 0]
+    spec, data = read({"x": np.ones((2, 4, 3)), "y": np.ones((2, 4, 2))}, target="y")
+    assert (spec.outputs, spec.head, data.options.target) == (2, "per-step", ("y.0", "y.1"))
+
+
+def test_text_of_every_kind_of_arrow_is_text() -> None:
+    plain = pa.array(["2024-01-02", "2024-01-01"]), pa.array(["rain", "sun"])
+    for kind in (pa.string(), pa.large_string(), pa.string_view()):
+        dates, words = (column.cast(kind) for column in plain)
+        coded = pa.DictionaryArray.from_arrays(pa.array([0, 1], pa.uint32()), words)
+        table = uniform(pa.table({"day": dates, "weather": words, "coded": coded}))
+        assert table.schema.types == [pa.timestamp("us"), pa.string(), pa.string()]
+        assert table["coded"].to_pylist() == ["rain", "sun"]
+
+
+def test_a_polars_frame_is_read_like_its_file(tmp_path: Path) -> None:
+    polars = pytest.importorskip("polars", reason="Polars is not installed")
+    frame, (spec, expected) = polars.read_csv(sales(tmp_path)), read(sales(tmp_path), id="shop", target=("sales",))
+    categories = frame.with_columns(polars.col("weather").cast(polars.Categorical), polars.col("date").str.to_date())
+    for data in (frame, categories):
+        found, about = read(data, id="shop", target=("sales",))
+        assert (found, about.options.columns, about.notes) == (spec, expected.options.columns, expected.notes)
+
+
+def test_errors_about_a_table_in_memory_name_no_file() -> None:
+    with pytest.raises(MisuseError, match="must be finite, but the table, row 2, column 'x' is nan"):
+        read(pandas.DataFrame({"x": [1.0, float("nan")], "y": [1.0, 2.0]}), {"seq": 2}, target="y")
+
+
+@pytest.mark.parametrize("target", [2, -1, "2", (2,), ["2"]], ids=repr)
 def test_the_target_of_an_array_is_named_by_its_number(target: Any) -> None:
     array = np.random.default_rng(0).normal(size=(4, 5, 3)).astype(np.float32)
     spec, data = read(array, target=target)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from oomguard._core.errors import MisuseError
+from oomguard._data.infer import spec_from_data
 from oomguard._data.open import open_data, open_source
 from oomguard._data.options import DataOptions
 from oomguard._data.rows import Arrays
@@ -205,9 +206,27 @@ def test_a_table_in_memory_is_read_like_a_file(form: Any) -> None:
     assert targets_of(source) == [[[5], [6]]]
 
 
-def test_a_table_with_columns_of_several_axes_is_refused() -> None:
-    with pytest.raises(MisuseError, match="columns of one axis and one length"):
-        open_source({"x": np.zeros((3, 4, 2)), "y": np.zeros(3)}, spec())
+def test_a_table_with_series_of_several_lengths_is_refused() -> None:
+    with pytest.raises(MisuseError, match="y is 3 x 5 x 1, and others have 3 series of 4 steps"):
+        open_source({"x": np.zeros((3, 4, 2)), "y": np.zeros((3, 5, 1))}, spec())
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        ({"x": [[1, 2], [3]], "y": [1, 2]}, "inhomogeneous"),
+        ({"x": np.zeros((2, 3, 4, 5)), "y": np.zeros((2, 3))}, "x is 2 x 3 x 4 x 5, and others have 2 series of 3"),
+        ({"x": np.zeros((2, 3)), "y": 5}, "unsized"),
+    ],
+)
+def test_a_dict_that_is_no_table_is_refused(data: Any, why: str) -> None:
+    with pytest.raises(MisuseError, match=f"must have columns of one length, with names, but this dict.*{why}"):
+        spec_from_data({"cell": "gru"}, data, DataOptions(target=("y",)))
+
+
+def test_arrays_with_one_column_each_are_columns() -> None:
+    source = open_source({"x": np.zeros((4, 1)), "z": np.ones(4), "y": np.zeros((4, 1))}, spec())
+    assert inputs_of(source) == [[[0, 1]] * 4]
 
 
 def test_tensors_may_have_a_gradient() -> None:

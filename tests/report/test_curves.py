@@ -4,6 +4,7 @@ import math
 from functools import cache
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from report.subjects import BUDGET_BYTES, EVERY, on_a_card, plan, planned, subject
@@ -26,6 +27,7 @@ from oomguard._report.curves_memory import (
     segments_sweep,
     timeline,
 )
+from oomguard._report.subject import subject_of
 from oomguard._report.words import pieces_phrase
 from oomguard._spec.candidate import Candidate
 from oomguard._spec.spec import Spec
@@ -242,8 +244,12 @@ def test_measured_peaks_are_points_beside_the_predicted_line() -> None:
     record = plan().record
     assert record is not None
     for name in ("segments", "microbatch"):
-        points = line(MAKERS[name](planned()), "measured")
-        assert (getattr(record.candidate, name), plan().peak_bytes / GIB) in [*zip(points.x, points.y, strict=True)]
+        curve = MAKERS[name](planned())
+        assert "measured" not in [series.name for series in curve.series]  # the plan has a star
+        other = msgspec.structs.replace(record.candidate, **{name: getattr(record.candidate, name) * 2})
+        records = (*plan().records, msgspec.structs.replace(record, candidate=other))
+        points = line(MAKERS[name](subject_of(msgspec.structs.replace(plan(), records=records))), "measured")
+        assert [*zip(points.x, points.y, strict=True)] == [(getattr(other, name), plan().peak_bytes / GIB)]
 
 
 def test_without_records_a_speed_is_called_a_guess() -> None:

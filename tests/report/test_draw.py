@@ -16,15 +16,19 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.text import Annotation, Text
+from matplotlib.transforms import Bbox
 from PIL import Image
 from report.subjects import EVERY, planned, subject
 
 from oomguard._core.errors import MisuseError
+from oomguard._plan.store import load_spec_plan
 from oomguard._report.curve import Axis, Curve, Mark, Series, linear_axis, log_axis
 from oomguard._report.curves import MAKERS
 from oomguard._report.draw import DARK, FILE, LIGHT, NARROW, POINTS, WIDE, Size, draw, hover_points, to_png, to_svg
 from oomguard._report.page import curves_page
+from oomguard._report.subject import for_charts, subject_of
 
+PICTURED = Path(__file__).parents[2] / "docs" / "screens" / "plan.json"
 each_curve = pytest.mark.parametrize("name", MAKERS)
 ABOUT: dict[str, Any] = {"spec": subject, "plan": planned}
 each_about = pytest.mark.parametrize("about", ABOUT)
@@ -233,6 +237,19 @@ def test_a_mark_without_words_says_nothing() -> None:
     bare = [mark for mark in made("segments").marks if not mark.text]
     assert len(bare) == 1
     assert "" not in {text for _, _, _, text in hover_points(made("segments"))}
+
+
+@pytest.mark.parametrize("name", ["front", "region", "segments", "microbatch"])
+def test_no_label_hides_the_star_of_the_plan(name: str) -> None:
+    """With the plan of the pictures in docs/, whose star is where a label would be written first."""
+    curve = MAKERS[name](for_charts(subject_of(load_spec_plan(PICTURED))))
+    figure = draw(curve)
+    figure.draw_without_rendering()
+    (star,) = [mark for mark in curve.marks if mark.role == "chosen"]
+    panel, reach = figure.axes[star.panel], 4 * figure.dpi / POINTS  # a star has a radius of 7 points
+    x, y = panel.transData.transform((star.x, star.y))
+    drawn = Bbox.from_extents(x - reach, y - reach, x + reach, y + reach)
+    assert not [label.get_text() for label in panel.texts if label.get_window_extent().overlaps(drawn)]
 
 
 @each_curve

@@ -164,7 +164,7 @@ def test_a_page_is_written_from_the_command_line(more: list[str], tmp_path: Path
     expected = msgspec.structs.replace(SMALL.expected, seconds_per_step=0.5)
     timed = msgspec.structs.replace(SMALL, expected=expected)
     plan, page = oomguard.save_plan(timed, tmp_path / "plan.json"), tmp_path / "new" / "report.html"
-    assert run(["show", str(plan), "--html", str(page), "--sequences", "64_000", *more]) == 0
+    assert run(["show", str(plan), "--html", str(page), "--sequences", "64_000", "--quiet", *more]) == 0
     assert capsys.readouterr() == (plan.read_text() if more else f"{page}\n", "")
     assert "An epoch of 64,000 sequences (8,000 steps) takes about 1 h 7 min." in page.read_text()
 

@@ -11,6 +11,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from report.pages import MAKERS, TRADEOFFS, page_of, plan_called
 
 from oomguard._core.units import format_seconds, parse_bytes
+from oomguard._report.page import LONGEST_BAR
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
@@ -335,3 +336,22 @@ def test_on_a_phone_nothing_goes_beyond_the_edge(kind: str, open_plan: Open) -> 
     inside = "one.closest('.plot') || one.closest('thead')"
     assert page.evaluate(f"{beyond}.filter((one) => !({inside})).map((one) => one.outerHTML.slice(0, 80))") == []
     page.set_viewport_size({"width": 1280, "height": 800})
+
+
+@each_kind
+def test_no_width_makes_a_page_scroll_sideways(kind: str, open_plan: Open) -> None:
+    page = open_plan(kind).page
+    for width in range(340, 1400, 53):
+        page.set_viewport_size({"width": width, "height": 800})
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+    page.set_viewport_size({"width": 1280, "height": 800})
+
+
+def test_a_bar_that_is_cut_off_is_full(open_plan: Open) -> None:
+    page = open_plan("a processor").page
+    shares = page.evaluate("""() => [...document.querySelectorAll(".track > span")].map((track) =>
+        [...track.children].map((part) => part.getBoundingClientRect().width / track.getBoundingClientRect().width))""")
+    (own, _), (plain, margin) = shares
+    assert PLAN.plain.expected.peak_bytes > LONGEST_BAR * PLAN.budget_bytes
+    assert own == pytest.approx(PLAN.peak_bytes / PLAN.budget_bytes / LONGEST_BAR, abs=0.01)
+    assert (plain, margin) == (pytest.approx(1.0), pytest.approx(0.0))

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from typing import Any
 
 import pytest
@@ -84,6 +85,11 @@ def test_the_verdict_is_in_words(budget_bytes: int, verdict: str) -> None:
 
 def test_a_wide_terminal_explains_the_terms(estimate: Estimate) -> None:
     assert WORDS["activations"] in screen(estimate, 120)
+
+
+def test_a_narrow_terminal_explains_the_runtime_and_the_margin(estimate: Estimate) -> None:
+    assert "The runtime is PyTorch itself." in " ".join(screen(estimate, 60).split())
+    assert re.search(r"margin +[\d.]+ .iB +since estimates err\n", screen(estimate, 60))
 
 
 def test_every_term_has_its_words() -> None:

@@ -7,6 +7,7 @@ import pytest
 from oomguard import Candidate, Spec
 from oomguard._report.words import (
     candidate_words,
+    chosen_words,
     figure,
     peak_words,
     pieces_words,
@@ -99,3 +100,9 @@ def test_a_figure_has_three_digits_or_all_before_the_point(value: float, text: s
 )
 def test_the_moment_of_the_peak_is_told_in_a_sentence(moment: str, words: str) -> None:
     assert peak_words(moment) == words
+
+
+def test_the_candidate_of_a_plan_says_what_its_allocator_does() -> None:
+    words = chosen_words(Candidate(microbatch=8, allocator="fast"))
+    assert words == "Microbatch 8 × 1 pass, fp32, allocator fast (keeps freed memory)."
+    assert chosen_words(Candidate(microbatch=8)) == "Microbatch 8 × 1 pass, fp32."

@@ -79,6 +79,19 @@ def test_only_settings_that_differ_are_shown(home: Path, capsys: pytest.CaptureF
     assert words_of(capsys, "compare runs/a")[1] == ["All", "settings", "are", "the", "same."]
 
 
+def test_speed_peak_and_plan_are_shown_even_if_they_are_alike(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = {line[0]: line[1:] for line in words_of(capsys, "compare runs/a runs/b")[3:]}
+    assert [len(rows[name]) for name in ("tokens/s", "peak")] == [2, 4]  # a size is a number and a unit
+    assert (rows["microbatch"], rows["segments"], rows["precision"]) == (["8", "8"], ["1", "1"], ["fp32", "fp32"])
+    assert rows["planned"][0] == "peak"
+
+
+def test_even_a_run_of_one_step_keeps_its_peak(home: Path) -> None:
+    result = oomguard.train(plan_of(), home / "data.npy", run="runs/short", steps=1, validation=0)
+    kept_bytes = read_run("runs/short").reached["peak_bytes"]
+    assert kept_bytes == pytest.approx(result.peak_bytes, rel=0.02)  # saving the run comes after it
+
+
 def test_the_table_fits_60_columns_however_many_runs_there_are(
     home: Path, task_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
