@@ -1,8 +1,5 @@
 """The screen: which candidates of the space fit, by prediction and by what records say of them. Nothing is run."""
 
-import itertools
-import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -12,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oomguard._estimate.breakdown import Estimate, estimate_batch
-from oomguard._predict.calibration import Calibration, Kind, Predictions, kind_of, kinds_of
+from oomguard._predict.calibration import Calibration, Kind, Predictions, kinds_of
 from oomguard._predict.fit import Floats
 from oomguard._predict.speed import NOISE
 from oomguard._probe.record import Record
@@ -197,29 +194,21 @@ def _failed(table: CandidateTable, problem: Problem, record: Record, rows: Mask,
     if record.verdict is Verdict.TIMEOUT or record.budget_bytes < problem.budget_bytes:
         return np.zeros(len(table), dtype=bool)
     peaks = table.prediction.peak_bytes
+    if record.rival is not None:  # either of the two
+        rows = rows | table.like(record.rival, *SETTING, *SHAPE)
     lowest = np.max(peaks[rows]) if rows.any() else np.inf  # nor does anything fit that should peak no lower
     return rows | (same & (peaks >= lowest))
 
 
-def paired(records: Sequence[Record]) -> dict[tuple[Candidate, Candidate], list[float]]:
-    """Logarithms of the ratios of the times of two candidates of one kind that ran one right after the other."""
-    ratios = defaultdict[tuple[Candidate, Candidate], list[float]](list)
-    for pair in itertools.pairwise(records):
-        one, other = sorted(pair, key=lambda record: repr(record.candidate))
-        alike = (one.spec, kind_of(one)) == (other.spec, kind_of(other)) and one.candidate != other.candidate
-        if alike and one.seconds_per_step is not None and other.seconds_per_step is not None:
-            ratios[one.candidate, other.candidate].append(math.log(one.seconds_per_step / other.seconds_per_step))
-    return ratios
-
-
 def _compare(table: CandidateTable, records: Sequence[Record]) -> None:
-    """Let the times of two candidates that ran by turns differ by the median ratio of their turns."""
+    """Let the times of two candidates that ran by turns differ by the ratio of their turns."""
     seconds = table.expected.seconds_per_step
-    for candidates, ratios in paired([record for record in records if record.spec == table.spec]).items():
-        one, other = (table.like(candidate, *SETTING, *SHAPE) for candidate in candidates)
-        if len(ratios) > 1 and one.any() and other.any():
-            middle, ratio = np.sqrt(seconds[one][0] * seconds[other][0]), np.exp(median(ratios))
-            seconds[one], seconds[other] = middle * np.sqrt(ratio), middle / np.sqrt(ratio)
+    for record in records:
+        if record.rival is not None and record.ratio is not None and record.spec == table.spec:
+            one, other = (table.like(candidate, *SETTING, *SHAPE) for candidate in (record.candidate, record.rival))
+            if one.any() and other.any():
+                middle = np.sqrt(seconds[one][0] * seconds[other][0])
+                seconds[one], seconds[other] = middle * record.ratio**0.5, middle / record.ratio**0.5
 
 
 def turns_of(record: Record, records: Sequence[Record]) -> list[Record]:
