@@ -259,7 +259,7 @@ def make_record(request: Request, measured: Measured, began: datetime, title: st
     engine: str | None = None
     with suppress(MisuseError):  # the device does not have the one asked for
         engine = request.engine
-    paired = {"rival": request.rival, "ratio": measured.ratio if isinstance(measured, Answer) else None}
+    paired: dict[str, Any] = {"rival": request.rival, "ratio": measured.ratio if isinstance(measured, Answer) else None}
     return Record(spec=request.spec, engine=engine, **paired, **_circumstances(request, measured, began, title))
 
 

@@ -8,7 +8,7 @@ the one with the largest expected improvement per expected second. Stop when no 
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -131,7 +131,7 @@ def _fastest(state: State) -> Probe | None:
     table = screen(state.problem, state.records)
     if not table.eligible.any():
         return _try_smallest(state, table)
-    for row in _promising(state, table) if state.explore else ():
+    if state.explore and (row := _promising(state, table)) is not None:
         probe = make_probe(state, table, row, "explore", int(short_steps(table)[row]))
         if not any(map(probe.is_of, state.pending)):
             return probe
@@ -139,8 +139,8 @@ def _fastest(state: State) -> Probe | None:
     return _confirm(state, table, best) or _compare(state, table, best)
 
 
-def _promising(state: State, table: CandidateTable) -> Iterator[int]:
-    """Candidates whose short version is worth a probe, the largest expected gain per second first."""
+def _promising(state: State, table: CandidateTable) -> int | None:
+    """The candidate whose short version has the largest expected gain per second; None if none is worth a probe."""
     (times, noise), whole = table.calibration.times, table.spec.steps
     mean, places = np.log(table.costs), table.calibration.time_places(table.estimate)
     best, short = least(mean, table.eligible), short_steps(table)
@@ -151,8 +151,7 @@ def _promising(state: State, table: CandidateTable) -> Iterator[int]:
     start = state.child_seconds * ~table.of_kinds(last)
     if state.draw is not None:
         row = state.draw(table)
-        yield from [row] if start[row] + MEASURE_SECONDS <= left else []
-        return
+        return row if start[row] + MEASURE_SECONDS <= left else None
     open_yet = table.eligible
     for probe in state.pending:  # what others are running is not run twice, nor longer at the same time
         same = rows_of(probe, table) | table.like(probe.candidate, *SETTING, *SHAPE)  # as many pieces, or as long ones
@@ -162,8 +161,7 @@ def _promising(state: State, table: CandidateTable) -> Iterator[int]:
     seconds = start + np.maximum(MEASURE_SECONDS, 2 * table.pass_seconds / whole * short)
     improvement = _improvement(mean[best] - mean, np.abs(moves))
     worth = open_yet & (improvement >= WORTH) & (seconds <= left)
-    ranked = np.where(worth, improvement / seconds, 0.0)
-    yield from np.argsort(-ranked, kind="stable")[: np.count_nonzero(ranked)].tolist()
+    return least(-improvement / seconds, worth) if worth.any() else None
 
 
 def short_steps(table: CandidateTable) -> Ints:

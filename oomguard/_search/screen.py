@@ -44,7 +44,6 @@ class CandidateTable:
     expected: Predictions  # peaks and times as measured where that very candidate has run whole, as predicted elsewhere
     runs: Mask  # whether the engine takes so many steps at once
     fits: Mask  # whether the candidate runs, with peak and margin within the budget
-    possible: Mask  # whether the candidate runs, and no record says that it does not fit
     longest: Ints  # steps of the longest sequences that the candidate has run with; 0 if it never ran
 
     def __len__(self) -> int:
@@ -101,10 +100,6 @@ class CandidateTable:
         """Where candidates are of one of these kinds."""
         return np.asarray(np.any([rows & (kind in kinds) for kind, rows in self.kinds.items()], axis=0))
 
-    def exclude(self, rows: Mask) -> None:
-        """Note that some candidates do not fit, or do not run."""
-        self.fits[rows] = self.possible[rows] = False
-
     @property
     def smallest(self) -> int:
         """The row of the candidate that needs least memory, of those that run at all."""
@@ -133,10 +128,10 @@ def screen(problem: Problem, records: Sequence[Record], spec: Spec | None = None
                 _measured(table, problem, rows & table.like(record.candidate, "segments"), turns_of(record, ours))
         elif record.spec.steps <= spec.steps:
             late |= rows & (record.verdict is Verdict.TIMEOUT)
-            table.exclude(_failed(table, problem, record, rows, same))
+            table.fits[_failed(table, problem, record, rows, same)] = False
         if record.verdict is Verdict.STRAINED:  # others of its setting must surely peak lower
             strained |= same & (table.expected.safe_bytes > (record.peak_bytes or 0))
-    table.exclude(strained)
+    table.fits[strained] = False
     _compare(table, ours)
     in_time = table.fits & ~(late & (table.longest == 0))
     if in_time.any():  # otherwise all that fit timed out, which says nothing about memory
@@ -166,7 +161,6 @@ def _predicted(problem: Problem, calibration: Calibration) -> CandidateTable:
         expected=expected,
         runs=runs,
         fits=fits,
-        possible=runs.copy(),
         longest=np.zeros(length, dtype=np.int64),
     )
 
@@ -179,7 +173,7 @@ def _measured(table: CandidateTable, problem: Problem, rows: Mask, turns: Sequen
     highest, expected = max(turns, key=lambda record: record.peak_bytes or 0), table.expected
     peak_bytes, safe_bytes = highest.peak_bytes or 0, table.calibration.repeated_bytes(highest)
     expected.peak_bytes[rows], expected.margin_bytes[rows] = peak_bytes, safe_bytes - peak_bytes
-    table.fits[rows] = table.possible[rows] = safe_bytes <= problem.budget_bytes
+    table.fits[rows] = safe_bytes <= problem.budget_bytes
     passes, noise = table.spec.batch / highest.candidate.microbatch, NOISE / len(turns) ** 0.5
     seconds = passes * median([turn.seconds_per_pass or 0.0 for turn in turns]) + table.calibration.update_seconds
     pull = np.clip(np.log(table.prediction.seconds_per_step[rows] / seconds), -noise, noise)
