@@ -4,20 +4,23 @@ A child that ended early, or that ran other kernels than it was asked for, shows
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
+from itertools import combinations
 
 from oomguard._estimate.breakdown import estimate_step, is_fragile, split
 from oomguard._estimate.margins import OFFSET_BYTES, is_low
 from oomguard._estimate.target import Target
-from oomguard._predict.calibration import Calibration, Kind, kind_of
+from oomguard._predict.calibration import Calibration, kind_of
 from oomguard._probe.record import Record
 
 
 def doubted(records: Sequence[Record], target: Target) -> list[Record]:
-    """The records whose peaks are not believed."""
+    """The records whose peaks are not believed.
+
+    If two runs of a probe agree on a low peak, the estimates of its kind are too high, and all its records count.
+    """
     low = [record for record in records if _is_low(record, target)]
-    known = _confirmed_kinds(low, target)
+    known = {kind_of(one) for one, other in combinations(low, 2) if _agree(one, other, target)}
     return [record for record in low if kind_of(record) not in known]
 
 
@@ -38,15 +41,9 @@ def _is_low(record: Record, target: Target) -> bool:
     return is_low(error, device, *kind_of(record), bool(is_fragile(record.spec, estimate)))
 
 
-def _confirmed_kinds(low: Sequence[Record], target: Target) -> set[Kind]:
-    """The kinds of which some probe was run twice with peaks that agree: there, estimates are too high."""
-    again = defaultdict[str, list[Record]](list)
-    for record in low:
-        again[repr((record.spec, record.candidate))].append(record)
-    kinds = set[Kind]()
-    for turns in again.values():
-        lowest, *others = sorted(turns, key=lambda record: record.peak_bytes or 0)
-        most_bytes = Calibration(lowest.spec, (), target).repeated_bytes(lowest) if others else 0
-        if any((other.peak_bytes or 0) <= most_bytes for other in others):
-            kinds.add(kind_of(lowest))
-    return kinds
+def _agree(one: Record, other: Record, target: Target) -> bool:
+    """Whether two records are of the same probe, and their peaks are as close as those of repeated runs."""
+    if (one.spec, one.candidate) != (other.spec, other.candidate):
+        return False
+    lower, higher = sorted((one, other), key=lambda record: record.peak_bytes or 0)
+    return (higher.peak_bytes or 0) <= Calibration(lower.spec, (), target).repeated_bytes(lower)

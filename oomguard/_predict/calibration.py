@@ -253,4 +253,4 @@ def is_stale(cached: Sequence[Record], record: Record, target: Target) -> bool:
     assert expected.seconds_per_step is not None
     passes = record.spec.batch / record.candidate.microbatch
     ratio = record.seconds_per_pass * passes / (expected.seconds_per_step - calibration.update_seconds)
-    return record.peak_bytes > expected.safe_bytes or abs(math.log(ratio)) > 3 * speed.SETTING
+    return record.peak_bytes > expected.safe_bytes or abs(math.log(ratio)) > 3 * speed.EFFECT

@@ -10,6 +10,8 @@ the peak of a GRU by up to 2 %.
 
 import faulthandler
 import gc
+import itertools
+import math
 import os
 import queue
 import select
@@ -17,6 +19,7 @@ import signal
 import threading
 import time
 import traceback
+from statistics import median
 
 import msgspec
 
@@ -27,6 +30,7 @@ from oomguard._device.budget import Reading
 from oomguard._device.find import Device, open_device
 from oomguard._probe.record import Answer, Request, TaskRequest
 from oomguard._probe.verdict import Verdict, judge, judge_reading
+from oomguard._spec.candidate import Candidate
 
 LIFELINE_SECONDS = 1.0  # seconds between checks that the parent lives: a process forked from it can keep stdin open
 LISTENER_BYTES, PROBE_BYTES = 256 * KIB, 2 * MIB
@@ -40,6 +44,7 @@ LEFT_COMMITTED_BYTES = 16 * MIB
 """Committed bytes that may be left, where they are limited, beyond those after the first probe, when the C library has
 cached the stacks of all threads. oneDNN's kernels take up to 14 MiB."""
 MESSAGE_CHARACTERS = 300
+TURNS = 9  # turns of two candidates that are compared, the first and the last of the same one: 8 pairs of neighbours
 AGAIN = (Verdict.FITS, Verdict.STRAINED, Verdict.OVER, Verdict.UNSUPPORTED)
 """Verdicts after which a child may serve again. After others, something may be left that memory does not show."""
 
@@ -94,9 +99,31 @@ class Server:
     def answer(self, line: bytes) -> Answer:
         try:
             request: AnyRequest = msgspec.json.decode(line, type=Request | TaskRequest)
-            return self._probe(request, open_device(request.device))
+            device = open_device(request.device)
+            answer = self._probe(request, device)
+            rival = request.rival if isinstance(request, Request) else None
+            return answer if rival is None else self._by_turns(request, rival, answer, device)
         except Exception as error:  # a request that cannot be read, or a device that does not work any more
             return _failed(error)
+
+    def _by_turns(self, request: AnyRequest, rival: Candidate, first: Answer, device: Device) -> Answer:
+        """Run the rival and the candidate by turns, after the candidate's first turn, and compare neighbouring turns.
+
+        Returns the candidate's turn with the highest peak, or the turn of either that failed. There is no ratio if a
+        turn leaves memory behind.
+        """
+        short = msgspec.structs.replace(request, seconds=2 * request.seconds / TURNS)
+        pair, turns = (short, msgspec.structs.replace(short, candidate=rival)), [first]
+        while len(turns) < TURNS and turns[-1].fresh and turns[-1].verdict.ran:
+            turns.append(self._probe(pair[len(turns) % 2], device))
+        last = turns[-1]
+        if not last.verdict.ran:
+            return last
+        logs = [math.log(turn.seconds_per_step or math.inf) for turn in turns]
+        logs = [(one - two) * (-1) ** index for index, (one, two) in enumerate(itertools.pairwise(logs))]
+        highest = max(turns[::2], key=lambda turn: turn.peak_bytes or 0)
+        ratio = math.exp(median(logs)) if len(turns) == TURNS else None
+        return msgspec.structs.replace(highest, ratio=ratio, fresh=last.fresh)
 
     def _probe(self, request: AnyRequest, device: Device) -> Answer:
         answers: list[Answer] = []

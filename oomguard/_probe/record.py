@@ -23,7 +23,8 @@ from oomguard._probe.verdict import Verdict
 from oomguard._spec.candidate import Candidate, check_candidate
 from oomguard._spec.spec import Spec
 
-MAX_SECONDS = 30 * 86_400
+MAX_SECONDS, MAX_STEPS = 30 * 86_400, 1000  # of a probe
+SAME = ("engine", "allocator", "precision")  # knobs in which a candidate and its rival agree
 RECORDS = "records.jsonl"  # the file's name in the directory that `--ledger` takes
 
 
@@ -49,8 +50,8 @@ class Limited(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         check_whole("budget", self.budget_bytes, 1, MAX_BYTES, optional=False)
         check_whole("a budget of committed bytes", self.committed_bytes, 1, MAX_BYTES)
         check_seconds("The seconds to measure", self.seconds)
-        check_whole("steps", self.steps, 1, 1000, optional=False)
-        check_whole("passes", self.passes, 1, 1000, optional=False)
+        check_whole("steps", self.steps, 1, MAX_STEPS, optional=False)
+        check_whole("passes", self.passes, 1, MAX_STEPS, optional=False)
         check_whole("seed", self.seed, 0, (1 << 63) - 1, optional=False)
 
 
@@ -58,9 +59,19 @@ class Request(Limited, frozen=True, kw_only=True, tag=True):
     """A request to run steps of a spec."""
 
     spec: Spec
+    rival: Candidate | None = None  # a candidate for the same child: the two run by turns, and their times are compared
 
     def __post_init__(self) -> None:
         check_candidate(self.spec, self.candidate)
+        if self.rival is not None:
+            check_candidate(self.spec, self.rival)
+            for name in SAME:
+                if getattr(self.rival, name) != getattr(self.candidate, name):
+                    raise MisuseError(
+                        rule=f"A candidate and its rival run in one process, so they need the same {name}",
+                        got=f"got {getattr(self.candidate, name)} and {getattr(self.rival, name)}",
+                        advice="Probe them one after the other.",
+                    )
         super().__post_init__()
 
     @property
@@ -131,6 +142,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 class Answer(Measured, frozen=True, kw_only=True):
     """The answer of a child."""
 
+    ratio: Amount | None = None  # seconds of a step over those of the rival
     fresh: bool = False  # whether the next probe in this child would measure the same as in a new one
     misuse: dict[str, str] | None = None  # the parts of a MisuseError: what the user has to correct
 
@@ -195,6 +207,11 @@ class Record(Probed, frozen=True, kw_only=True):
 
     spec: Spec
     """The model, its data and optimizer."""
+    rival: Candidate | None = None
+    """The candidate that ran by turns with this one; None if it ran alone."""
+    ratio: Amount | None = None
+    """Seconds of a step over those of the rival: the median of neighbouring turns. None if one of the two failed,
+    and then the verdict is of that one."""
 
     def __repr__(self) -> str:
         from oomguard._report.notebook import record_line
@@ -242,7 +259,8 @@ def make_record(request: Request, measured: Measured, began: datetime, title: st
     engine: str | None = None
     with suppress(MisuseError):  # the device does not have the one asked for
         engine = request.engine
-    return Record(spec=request.spec, engine=engine, **_circumstances(request, measured, began, title))
+    paired: dict[str, Any] = {"rival": request.rival, "ratio": measured.ratio if isinstance(measured, Answer) else None}
+    return Record(spec=request.spec, engine=engine, **paired, **_circumstances(request, measured, began, title))
 
 
 def make_task_record(request: TaskRequest, measured: Measured, began: datetime, title: str | None) -> TaskRecord:

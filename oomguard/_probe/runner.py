@@ -93,15 +93,19 @@ class Runner(AbstractContextManager["Runner", None]):
         seconds: float | None = None,
         steps: int = 3,
         passes: int = 2,
+        rival: Candidate | None = None,
     ) -> Record:
         """Run a few real steps of a candidate and return the record, whatever happens.
 
         `budget` is bytes or text such as "6GiB", `budget_bytes` the same in bytes. `seconds`, `steps` and `passes` say
-        how much is measured, as in `Request`.
+        how much is measured, as in `Request`. A `rival` of the same engine, precision and heap setting runs by turns
+        with the candidate in the same child process, so that a change of the machine's load slows both down. The
+        record has the ratio of their times.
         """
         budget_bytes = read_budget(budget) if budget_bytes is None else budget_bytes
         limits = {"budget_bytes": budget_bytes, "committed_bytes": committed_bytes, "seconds": seconds}
         asked: dict[str, Any] = limits | {"spec": spec, "candidate": candidate, "steps": steps, "passes": passes}
+        asked |= {"rival": rival}
         with self._lock:
             request, measured, began = self._ask(Request, asked, timeout)
             return make_record(request, measured, began, self.device.title())

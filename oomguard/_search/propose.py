@@ -8,7 +8,7 @@ the one with the largest expected improvement per expected second. Stop when no 
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,14 +16,14 @@ import msgspec
 import numpy as np
 
 from oomguard._estimate.breakdown import estimate_step, split
-from oomguard._estimate.margins import SETTLED, sigmas
+from oomguard._estimate.margins import SETTLED
 from oomguard._predict.belief import believed, doubted
 from oomguard._predict.calibration import Kind, kind_of
 from oomguard._predict.fit import Floats
 from oomguard._probe.record import Record
 from oomguard._search.largest import largest, longest_run, sizes_of
-from oomguard._search.screen import SETTING, SHAPE, CandidateTable, Ints, Mask, least, paired, rows_of, screen
-from oomguard._search.space import WORTH, Problem, lossy
+from oomguard._search.screen import SETTING, SHAPE, CandidateTable, Ints, Mask, least, rows_of, screen
+from oomguard._search.space import WORTH, Problem
 from oomguard._spec.candidate import Candidate
 from oomguard._spec.lengths import same_model, shorten
 from oomguard._spec.spec import Spec
@@ -32,13 +32,10 @@ PROBE_SECONDS = 0.4  # seconds of a pass of a short version: several go into a s
 CHILD_SECONDS = 3.0
 """Seconds of starting a child: a new one is needed if the kind of candidate changes (2.5 to 3.5 s on 2 cores). A pass
 that takes no longer is measured twice, since a first pass is slower and peaks lower."""
-MEASURE_SECONDS, MEASURE_STEPS = 1.5, 30
-"""A probe begins no further optimizer step after so many seconds, or steps."""
+MEASURE_SECONDS = 1.5  # a probe begins no further optimizer step after so many seconds
 SAFE_SHARE = 4
 """A kind that has not been measured is first run in a quarter of the spare budget: stored errors are those of other
 machines."""
-CONFIRM_SHARE = 0.7  # share of the time left that the last pass may take: it may be slower than expected
-MOST_TURNS = 3  # runs of a probe whose peak is far below its estimate: of three, two may agree
 Role = Literal["calibrate", "explore", "confirm"]
 
 
@@ -50,7 +47,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     role: Role
     """Calibrate: correct the estimates. Explore: time a candidate. Confirm: run the chosen candidate."""
     passes: int  # passes to measure, at least
-    steps: int = 1  # optimizer steps to measure, at most
+    rival: Candidate | None = None  # a candidate that runs by turns with this one, to compare their times
     peak_bytes: int  # the expected peak
     seconds_per_pass: float  # the expected seconds of a pass
     fresh: bool = False  # whether it runs in a new child process
@@ -73,8 +70,8 @@ class State:
 
     @property
     def confirm_seconds(self) -> float:
-        """Seconds that a pass of a confirming probe may take."""
-        return max(1.0, CONFIRM_SHARE * self.left)
+        """Seconds that a pass of a confirming probe may take: half of the time left, since it may be slow."""
+        return max(1.0, self.left / 2)
 
     @property
     def known(self) -> list[Record | Probe]:
@@ -118,14 +115,12 @@ def _measure_again(state: State) -> Probe | None:
             candidate=record.candidate,
             role="calibrate",
             passes=record.passes,
-            steps=record.steps,
             peak_bytes=int(estimate_step(record.spec, record.candidate, state.problem.target).total_bytes),
             seconds_per_pass=record.seconds_per_pass or 0.0,
             fresh=True,
         )
-        turns = [other for other in state.known if probe.is_of(other)]
-        open_yet = len(turns) < MOST_TURNS and all(turn in doubts for turn in turns)
-        if open_yet and state.child_seconds + record.seconds <= state.left:
+        alone = sum(map(probe.is_of, state.known)) == 1
+        if alone and state.child_seconds + record.seconds <= state.left:
             return probe
     return None
 
@@ -135,47 +130,37 @@ def _fastest(state: State) -> Probe | None:
     table = screen(state.problem, state.records)
     if not table.eligible.any():
         return _try_smallest(state, table)
-    for row, steps in _promising(state, table) if state.explore else ():
-        probe = make_probe(state, table, row, "explore" if table.eligible[row] else "calibrate", steps)
-        if not any(map(probe.is_of, state.pending if table.eligible[row] else state.known)):
+    if state.explore and (row := _promising(state, table)) is not None:
+        probe = make_probe(state, table, row, "explore", int(short_steps(table)[row]))
+        if not any(map(probe.is_of, state.pending)):
             return probe
     best = least(table.costs, table.eligible)
     return _confirm(state, table, best) or _compare(state, table, best)
 
 
-def _promising(state: State, table: CandidateTable) -> Iterator[tuple[int, int]]:
-    """Candidates worth a probe and the steps to run them with, the largest expected gain per second first.
-
-    A candidate that only its margin excludes counts with the probability that it fits.
-    """
+def _promising(state: State, table: CandidateTable) -> int | None:
+    """The candidate whose short version has the largest expected gain per second; None if none is worth a probe."""
     (times, noise), whole = table.calibration.times, table.spec.steps
     mean, places = np.log(table.costs), table.calibration.time_places(table.estimate)
     best, short = least(mean, table.eligible), short_steps(table)
     confirm = _confirm(state, table, best)
     confirming = 0.0 if confirm is None else min(state.confirm_seconds, confirm.seconds_per_pass)
-    left = state.left - confirming / CONFIRM_SHARE - state.child_seconds
+    left = state.left - 2 * confirming - state.child_seconds
     last = {kind_of(state.records[-1])} if state.records else set[Kind]()
     start = state.child_seconds * ~table.of_kinds(last)
     if state.draw is not None:
         row = state.draw(table)
-        yield from [(row, int(short[row]))] if start[row] + MEASURE_SECONDS <= left else []
-        return
-    chance = np.where(table.eligible, 1.0, _chance(state, table))
+        return row if start[row] + MEASURE_SECONDS <= left else None
+    open_yet = table.eligible
     for probe in state.pending:  # what others are running is not run twice, nor longer at the same time
         same = rows_of(probe, table) | table.like(probe.candidate, *SETTING, *SHAPE)  # as many pieces, or as long ones
-        chance = np.where(same, 0.0, chance)
-    gains, versions = [], (short, np.full(len(table), whole))
-    for steps in versions:
-        shorter = table.calibration.time_places(table.estimate, steps)
-        moves = times.between(shorter, places) / np.hypot(times.at(shorter)[1], noise)
-        seconds = start + np.maximum(MEASURE_SECONDS, 2 * table.pass_seconds / whole * steps)
-        improvement = chance * _improvement(mean[best] - mean, np.abs(moves))
-        worth = (improvement >= WORTH) & (seconds <= left)
-        gains.append(np.where(worth, improvement / seconds, 0.0))
-    ranked = np.concatenate(gains)
-    for index in np.argsort(-ranked, kind="stable")[: np.count_nonzero(ranked)].tolist():
-        version, row = divmod(index, len(table))
-        yield row, int(versions[version][row])
+        open_yet = open_yet & ~same
+    shorter = table.calibration.time_places(table.estimate, short)
+    moves = times.between(shorter, places) / np.hypot(times.at(shorter)[1], noise)
+    seconds = start + np.maximum(MEASURE_SECONDS, 2 * table.pass_seconds / whole * short)
+    improvement = _improvement(mean[best] - mean, np.abs(moves))
+    worth = open_yet & (improvement >= WORTH) & (seconds <= left)
+    return least(-improvement / seconds, worth) if worth.any() else None
 
 
 def short_steps(table: CandidateTable) -> Ints:
@@ -183,16 +168,6 @@ def short_steps(table: CandidateTable) -> Ints:
     whole = table.spec.steps
     steps = PROBE_SECONDS / table.pass_seconds * whole
     return np.clip(steps, 1, whole).astype(np.int64)
-
-
-def _chance(state: State, table: CandidateTable) -> Floats:
-    """The probability that a candidate fits that is not sure to fit; 0 where a record says that it does not."""
-    if not state.records:  # begin with what surely fits
-        return np.zeros(len(table))
-    device = "cuda" if state.problem.target.cuda else "cpu"
-    deviation = np.maximum(table.expected.margin_bytes / sigmas(device), 1.0)
-    possible = table.possible & ~lossy(table.candidates)
-    return np.where(possible, _below((state.problem.budget_bytes - table.expected.peak_bytes) / deviation), 0.0)
 
 
 def _improvement(ahead: Floats, deviation: Floats) -> Floats:
@@ -212,7 +187,7 @@ def _confirm(state: State, table: CandidateTable, row: int) -> Probe | None:
     confirmed, seconds = _confirmed(state, table), table.costs
     if confirmed.any() and seconds[row] >= (1 - WORTH) * seconds[confirmed].min():
         return None
-    return make_probe(state, table, row, "confirm", _confirm_steps(state, table, row), settle=True)
+    return make_probe(state, table, row, "confirm", _confirm_steps(state, table, row))
 
 
 def _confirm_steps(state: State, table: CandidateTable, row: int) -> int:
@@ -228,30 +203,31 @@ def _confirmed(state: State, table: CandidateTable) -> Mask:
 
 
 def _compare(state: State, table: CandidateTable, best: int) -> Probe | None:
-    """The next turn of two finalists, the best candidate and the next one; None if a further pair would gain nothing.
+    """A probe that runs two finalists by turns, the best candidate and the next one; None if that would gain nothing.
 
-    They run by turns in the same child, so that a change of the machine's load slows both down, and their paired times
-    are compared (`paired`, screen.py). One pair is always run if it takes seconds: the fastest of many single times is
-    fast by luck too.
+    Both run in one child, so that a change of the machine's load slows both down. The first pair is run whatever the
+    times are, if its turns take seconds: the fastest of many single times is fast by luck too.
     """
+    seconds, noise = table.costs, table.calibration.times[1]
+    pairs = [{record.candidate, record.rival} for record in state.own_records if record.rival is not None]
     rivals = table.eligible & table.of_kinds({table.kind_at(best)}) & (np.arange(len(table)) != best)
     if not state.explore or not rivals.any() or 2 * table.pass_seconds[best] > MEASURE_SECONDS:
         return None
-    seconds, noise = table.costs, table.calibration.times[1]
-    rows = best, least(seconds, rivals)
-    turns = [make_probe(state, table, row, "confirm", table.spec.steps) for row in rows]
-    one, other = sorted((turn.candidate for turn in turns), key=repr)
-    pairs = len(paired(state.records)[one, other])
-    ahead, deviation = np.log(seconds[rows[:1]] / seconds[rows[1:]]), noise * math.sqrt(2 / (pairs + 1))
-    if pairs and _improvement(ahead, np.array([deviation]))[0] < WORTH:
+    rival = least(seconds, rivals)
+    chosen, other = table.candidates[best], table.candidates[rival]
+    ahead = np.log(seconds[[best]] / seconds[[rival]])
+    gain = _improvement(ahead, np.array([noise * math.sqrt(2)]))[0]
+    if {chosen, other} in pairs or (pairs and gain < WORTH):
         return None
-    return turns[bool(state.records) and turns[0].is_of(state.records[-1])]
+    if table.longest[rival] < table.spec.steps:  # it runs alone first, so that its own record says that it fits
+        return make_probe(state, table, rival, "confirm", table.spec.steps)
+    return msgspec.structs.replace(make_probe(state, table, best, "confirm", table.spec.steps), rival=other)
 
 
-def make_probe(state: State, table: CandidateTable, row: int, role: Role, steps: int, *, settle: bool = False) -> Probe:
+def make_probe(state: State, table: CandidateTable, row: int, role: Role, steps: int) -> Probe:
     """A probe of a candidate with sequences of so many steps, or half of them, and so on, until it surely fits.
 
-    With `settle`, it runs until its peak has settled, if that makes its margin smaller and there is time.
+    If it is to be confirmed, it runs until its peak has settled, if that makes its margin smaller and there is time.
     """
     problem, chosen, kind = state.problem, table.candidates[row], table.kind_at(row)
     whole = problem.spec_of(chosen.microbatch, table.spec)
@@ -270,17 +246,15 @@ def make_probe(state: State, table: CandidateTable, row: int, role: Role, steps:
             break
         steps //= 2
     pass_seconds = float(table.pass_seconds[row]) * spec.steps / whole.steps
-    twice = pass_seconds <= CHILD_SECONDS
-    passes = 2 if twice else 1
+    passes = 2 if problem.timed and pass_seconds <= CHILD_SECONDS else 1
     narrower = table.calibration.of(spec).settling_bytes(estimate) > WORTH / 2 * problem.budget_bytes
-    if narrower and (settle or not problem.timed):  # what counts is the peak, which needs some passes to show
-        passes = int(min(SETTLED, max(passes, state.confirm_seconds / pass_seconds)))
+    if role == "confirm" and narrower:  # the peak needs some passes to show
+        passes = int(np.clip(state.confirm_seconds / pass_seconds, passes, SETTLED))
     return Probe(
         spec=spec,
         candidate=candidate,
         role=role,
         passes=passes,
-        steps=MEASURE_STEPS if passes > 1 and problem.timed else 1,
         peak_bytes=expected.peak_bytes,
         seconds_per_pass=pass_seconds,
     )

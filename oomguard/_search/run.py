@@ -13,7 +13,7 @@ from oomguard._estimate.target import resident_within
 from oomguard._predict.belief import believed, doubted
 from oomguard._predict.calibration import is_stale
 from oomguard._probe.cache import Cache
-from oomguard._probe.record import Ledger, Record, torch_version
+from oomguard._probe.record import MAX_STEPS, Ledger, Record, torch_version
 from oomguard._probe.runner import Free, Runner
 from oomguard._probe.verdict import Verdict
 from oomguard._search.propose import CHILD_SECONDS, MEASURE_SECONDS, Probe
@@ -196,8 +196,9 @@ class Search:
                 probe.candidate,
                 budget_bytes=self.problem.budget_bytes,  # at most what was free when the probe was chosen
                 timeout=timeout,
-                steps=probe.steps,
+                steps=MAX_STEPS if self.problem.timed and probe.passes > 1 else probe.passes,
                 passes=probe.passes,
+                rival=probe.rival,
             )
         finally:
             self.running.pop(runner.device.name, None)

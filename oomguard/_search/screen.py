@@ -1,8 +1,5 @@
 """The screen: which candidates of the space fit, by prediction and by what records say of them. Nothing is run."""
 
-import itertools
-import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -12,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oomguard._estimate.breakdown import Estimate, estimate_batch
-from oomguard._predict.calibration import Calibration, Kind, Predictions, kind_of, kinds_of
+from oomguard._predict.calibration import Calibration, Kind, Predictions, kinds_of
 from oomguard._predict.fit import Floats
 from oomguard._predict.speed import NOISE
 from oomguard._probe.record import Record
@@ -47,7 +44,6 @@ class CandidateTable:
     expected: Predictions  # peaks and times as measured where that very candidate has run whole, as predicted elsewhere
     runs: Mask  # whether the engine takes so many steps at once
     fits: Mask  # whether the candidate runs, with peak and margin within the budget
-    possible: Mask  # whether the candidate runs, and no record says that it does not fit
     longest: Ints  # steps of the longest sequences that the candidate has run with; 0 if it never ran
 
     def __len__(self) -> int:
@@ -104,10 +100,6 @@ class CandidateTable:
         """Where candidates are of one of these kinds."""
         return np.asarray(np.any([rows & (kind in kinds) for kind, rows in self.kinds.items()], axis=0))
 
-    def exclude(self, rows: Mask) -> None:
-        """Note that some candidates do not fit, or do not run."""
-        self.fits[rows] = self.possible[rows] = False
-
     @property
     def smallest(self) -> int:
         """The row of the candidate that needs least memory, of those that run at all."""
@@ -136,10 +128,10 @@ def screen(problem: Problem, records: Sequence[Record], spec: Spec | None = None
                 _measured(table, problem, rows & table.like(record.candidate, "segments"), turns_of(record, ours))
         elif record.spec.steps <= spec.steps:
             late |= rows & (record.verdict is Verdict.TIMEOUT)
-            table.exclude(_failed(table, problem, record, rows, same))
+            table.fits[_failed(table, problem, record, rows, same)] = False
         if record.verdict is Verdict.STRAINED:  # others of its setting must surely peak lower
             strained |= same & (table.expected.safe_bytes > (record.peak_bytes or 0))
-    table.exclude(strained)
+    table.fits[strained] = False
     _compare(table, ours)
     in_time = table.fits & ~(late & (table.longest == 0))
     if in_time.any():  # otherwise all that fit timed out, which says nothing about memory
@@ -169,7 +161,6 @@ def _predicted(problem: Problem, calibration: Calibration) -> CandidateTable:
         expected=expected,
         runs=runs,
         fits=fits,
-        possible=runs.copy(),
         longest=np.zeros(length, dtype=np.int64),
     )
 
@@ -182,7 +173,7 @@ def _measured(table: CandidateTable, problem: Problem, rows: Mask, turns: Sequen
     highest, expected = max(turns, key=lambda record: record.peak_bytes or 0), table.expected
     peak_bytes, safe_bytes = highest.peak_bytes or 0, table.calibration.repeated_bytes(highest)
     expected.peak_bytes[rows], expected.margin_bytes[rows] = peak_bytes, safe_bytes - peak_bytes
-    table.fits[rows] = table.possible[rows] = safe_bytes <= problem.budget_bytes
+    table.fits[rows] = safe_bytes <= problem.budget_bytes
     passes, noise = table.spec.batch / highest.candidate.microbatch, NOISE / len(turns) ** 0.5
     seconds = passes * median([turn.seconds_per_pass or 0.0 for turn in turns]) + table.calibration.update_seconds
     pull = np.clip(np.log(table.prediction.seconds_per_step[rows] / seconds), -noise, noise)
@@ -197,29 +188,21 @@ def _failed(table: CandidateTable, problem: Problem, record: Record, rows: Mask,
     if record.verdict is Verdict.TIMEOUT or record.budget_bytes < problem.budget_bytes:
         return np.zeros(len(table), dtype=bool)
     peaks = table.prediction.peak_bytes
+    if record.rival is not None:  # either of the two
+        rows = rows | table.like(record.rival, *SETTING, *SHAPE)
     lowest = np.max(peaks[rows]) if rows.any() else np.inf  # nor does anything fit that should peak no lower
     return rows | (same & (peaks >= lowest))
 
 
-def paired(records: Sequence[Record]) -> dict[tuple[Candidate, Candidate], list[float]]:
-    """Logarithms of the ratios of the times of two candidates of one kind that ran one right after the other."""
-    ratios = defaultdict[tuple[Candidate, Candidate], list[float]](list)
-    for pair in itertools.pairwise(records):
-        one, other = sorted(pair, key=lambda record: repr(record.candidate))
-        alike = (one.spec, kind_of(one)) == (other.spec, kind_of(other)) and one.candidate != other.candidate
-        if alike and one.seconds_per_step is not None and other.seconds_per_step is not None:
-            ratios[one.candidate, other.candidate].append(math.log(one.seconds_per_step / other.seconds_per_step))
-    return ratios
-
-
 def _compare(table: CandidateTable, records: Sequence[Record]) -> None:
-    """Let the times of two candidates that ran by turns differ by the median ratio of their turns."""
+    """Let the times of two candidates that ran by turns differ by the ratio of their turns."""
     seconds = table.expected.seconds_per_step
-    for candidates, ratios in paired([record for record in records if record.spec == table.spec]).items():
-        one, other = (table.like(candidate, *SETTING, *SHAPE) for candidate in candidates)
-        if len(ratios) > 1 and one.any() and other.any():
-            middle, ratio = np.sqrt(seconds[one][0] * seconds[other][0]), np.exp(median(ratios))
-            seconds[one], seconds[other] = middle * np.sqrt(ratio), middle / np.sqrt(ratio)
+    for record in records:
+        if record.rival is not None and record.ratio is not None and record.spec == table.spec:
+            one, other = (table.like(candidate, *SETTING, *SHAPE) for candidate in (record.candidate, record.rival))
+            if one.any() and other.any():
+                middle = np.sqrt(seconds[one][0] * seconds[other][0])
+                seconds[one], seconds[other] = middle * record.ratio**0.5, middle / record.ratio**0.5
 
 
 def turns_of(record: Record, records: Sequence[Record]) -> list[Record]:

@@ -7,6 +7,7 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -251,7 +252,7 @@ def test_a_runner_that_is_forgotten_takes_its_child_along() -> None:
     "asked",
     [{"budget_bytes": 0}, {"budget_bytes": -5}, {"committed_bytes": 0}, {"timeout": 0}, {"timeout": float("inf")}],
 )
-def test_what_cannot_be_meant_is_refused(shared: Runner, asked: dict[str, int]) -> None:
+def test_what_cannot_be_meant_is_refused(shared: Runner, asked: dict[str, Any]) -> None:
     with pytest.raises(MisuseError):
         shared.probe(TINY, one_thread(TINY), **asked)
 

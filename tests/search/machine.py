@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from oomguard._core.units import MIB
@@ -108,7 +109,18 @@ class Machine:
         )
 
     def probe(self, probe: Probe, budget_bytes: int) -> Record:
-        return self.run(probe.spec, probe.candidate, budget_bytes, probe.passes)
+        record = self.run(probe.spec, probe.candidate, budget_bytes, probe.passes)
+        return self.compared(record, probe.rival)
+
+    def compared(self, record: Record, rival: Candidate | None) -> Record:
+        """The record with the ratio of its time to that of a rival."""
+        if rival is None or not record.verdict.ran:
+            return record
+        ratio = self.step_seconds(record.spec, record.candidate) / self.step_seconds(record.spec, rival)
+        return msgspec.structs.replace(record, rival=rival, ratio=ratio)
+
+    def step_seconds(self, spec: Spec, candidate: Candidate) -> float:
+        return self.pass_seconds(spec, candidate) * spec.batch / candidate.microbatch + 0.001
 
 
 _count = [0]

@@ -60,13 +60,22 @@ class FakeRunner:
         rig = self.rig
         return Free(device_bytes=rig.free_bytes, host_bytes=rig.free_bytes, committed_bytes=rig.committed_bytes)
 
-    def probe(self, spec: Spec, candidate: Candidate, *, budget_bytes: int, passes: int, **more: Any) -> Record:
+    def probe(
+        self,
+        spec: Spec,
+        candidate: Candidate,
+        *,
+        budget_bytes: int,
+        passes: int,
+        rival: Candidate | None = None,
+        **more: Any,
+    ) -> Record:
         rig = self.rig
         with rig.lock:
             number, rig.begun = rig.begun, rig.begun + 1
         rig.before(number)
         with rig.lock:
-            record = rig.machine.run(spec, candidate, budget_bytes, passes)
+            record = rig.machine.compared(rig.machine.run(spec, candidate, budget_bytes, passes), rival)
             record = msgspec.structs.replace(record, device=self.device.name)
             rig.records.append(record)
         return record
