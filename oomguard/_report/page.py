@@ -34,18 +34,18 @@ def save_page(plan: Plan, path: str | os.PathLike[str], sequences: int | None = 
     ...     save_page(plan, f"{directory}/report.html").name
     'report.html'
     """
-    target = _checked(path, "A page", (".html", ".htm"), "report.html")
+    target = checked(path, "A page", (".html", ".htm"), "report.html")
     return write_file(target, plan_page(plan, sequences).encode(), "A page")
 
 
 def save_curves(curves: Sequence[Curve], path: str, heading: str = "Trade-offs", about: str = "") -> Path:
     """Write all curves to one .html page, or the first of them to a .png picture."""
-    target = _checked(path, "A curve", (".png", ".html"), "curves.html")
+    target = checked(path, "A curve", (".png", ".html"), "curves.html")
     picture = target.suffix.lower() == ".png"
     return write_file(target, to_png(curves[0]) if picture else curves_page(curves, heading, about).encode(), "A curve")
 
 
-def _checked(path: str | os.PathLike[str], what: str, suffixes: tuple[str, ...], example: str) -> Path:
+def checked(path: str | os.PathLike[str], what: str, suffixes: tuple[str, ...], example: str) -> Path:
     """The path, which must have one of the suffixes: by it, a browser or a viewer knows what the file is."""
     target = Path(path)
     if target.suffix.lower() not in suffixes:
@@ -64,14 +64,14 @@ def plan_page(plan: Plan, sequences: int | None = None) -> str:
     top = macros().result(
         *_verdict(plan), start, " ".join(result.sentences[:-2]), *_bars(plan), _facts(plan, sequences)
     )
-    return _page(result.title, top, sections, redrawn_curves(plan))
+    return make_page(result.title, top, sections, redrawn_curves(plan))
 
 
 def curves_page(curves: Sequence[Curve], heading: str, about: str = "") -> str:
-    return _page(heading, macros().about(about), [], [{"": curve} for curve in curves])
+    return make_page(heading, macros().about(about), [], [{"": curve} for curve in curves])
 
 
-def _page(title: str, top: str, sections: Sequence[Section], curves: list[dict[str, Curve]]) -> str:
+def make_page(title: str, top: str, sections: Sequence[Section], curves: list[dict[str, Curve]]) -> str:
     """A document with its own style and script. Its policy lets a browser run that script alone and load nothing."""
     pairs = enumerate(zip(LIGHT.colors, DARK.colors, strict=True))
     colors = "; ".join(f"--slot{slot}: light-dark({light}, {dark})" for slot, (light, dark) in pairs)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from oomguard._core.errors import MisuseError, check_whole
 from oomguard._core.units import read_budget
@@ -64,6 +64,11 @@ class _Segmented(TorchFunctionMode, ContextDecorator):
                 if segments is not None and min(segments, len(call.sizes)) > 1:
                     return run_in_pieces(call, segments, recompute=rule.recompute)
         return func(*args, **kwargs)
+
+
+def is_segmented() -> bool:
+    """Whether this thread is inside `segmented`, or inside a module that `segment` has changed."""
+    return any(isinstance(mode, _Segmented) for mode in _get_current_function_mode_stack())
 
 
 def segmented(segments: int | None = None, *, budget: int | str | None = None, recompute: bool = True) -> _Segmented:
