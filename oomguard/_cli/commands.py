@@ -340,9 +340,7 @@ def _predict(*, run: str, **values: Any) -> Answer:
     return Answer(f"{predict(run, values.get('data'), **options)}\n")
 
 
-@_command(
-    "run", WORDS, flags_first=True, Where=[flags.BUDGET], Script=flags.RAN, Output=flags.RUN_OUTPUT
-)
+@_command("run", WORDS, flags_first=True, Where=[flags.BUDGET], Script=flags.RAN, Output=flags.RUN_OUTPUT)
 def _run(*, command: list[str] | None = None, quiet: bool = False, **values: Any) -> Answer:
     """Run an unmodified training script with less memory, and say what it needed.
 
@@ -354,23 +352,26 @@ def _run(*, command: list[str] | None = None, quiet: bool = False, **values: Any
 
     - oomguard run -- python train.py --epochs 3
     - oomguard run --budget 6GiB --html run.html -- python -m package.train
-    - oomguard run --dry-run 3 --json run.json -- torchrun --nproc-per-node 2 train.py
+    - oomguard run --dry-run 3 --json run.json -- torchrun train.py
 
     Exit codes: that of the script (128 and the number of a signal that ended it), 2 wrong usage.
     """
-    from oomguard._report.run import RunNews, show_run, start_words
+    from oomguard._report.run import PAGE, RunNews, show_run
+    from oomguard._report.tables import check_ending
     from oomguard._run.parent import run_script
     from oomguard._run.settings import RunOptions
 
     for name, usual in (("json", "run.json"), ("html", "run.html")):
         if name in values:
             parsing.check_output(values[name], values, usual, name)
+    if "html" in values:
+        check_ending(values["html"], *PAGE)
     options = RunOptions(**parsing.read_options(values, [flags.BUDGET, *flags.RAN]))
     if quiet:
         result = run_script(command or [], options)
     else:
-        begin = lambda start: say(start_words(start, options))  # noqa: E731
-        result = run_script(command or [], options, begin, RunNews(say).take)
+        news = RunNews(say, options)
+        result = run_script(command or [], options, news.begin, news.take)
         show_on_stderr(partial(show_run, result))
     _write_run(result, values)
     return Answer("", result.exit_code)

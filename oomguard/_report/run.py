@@ -17,6 +17,7 @@ from oomguard._run.settings import RunOptions, Start
 if TYPE_CHECKING:
     from rich.console import Console
 
+PAGE = "A page", (".html", ".htm"), "run.html"  # what is written, its endings, and an example
 NEAR_PERCENT, MORE_PERCENT = 90, 3  # of the budget: from which it is told, and how much more is told again
 PAUSE_SECONDS = 60.0  # seconds between two lines about how near the limit it is
 
@@ -44,10 +45,13 @@ def size_words(call: CallNotes) -> str:
 class RunNews:
     """Says in few lines what happens in the first process of a script."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, say: Callable[[str], None], options: RunOptions) -> None:
+        self._say, self._options = say, options
         self._failed, self._segmented, self._first_update = set[str](), set[str](), True
         self._percent, self._near_at = NEAR_PERCENT - MORE_PERCENT, 0.0
+
+    def begin(self, start: Start) -> None:
+        self._say(start_words(start, self._options))
 
     def take(self, processes: Sequence[ProcessNotes], unwatched: dict[str, str]) -> None:
         for python in unwatched.keys() - self._failed:
@@ -79,7 +83,9 @@ class RunNews:
         if percent >= self._percent + MORE_PERCENT and monotonic() - self._near_at >= PAUSE_SECONDS:
             self._percent, self._near_at = percent, monotonic()
             largest = notes.largest
-            call = "" if largest is None else f" The call that needs most is {call_words(largest)}, {size_words(largest)}."
+            call = (
+                "" if largest is None else f" The call that needs most is {call_words(largest)}, {size_words(largest)}."
+            )
             memory = f"{format_bytes(notes.now_bytes)} of {format_bytes(notes.budget_bytes)}"
             self._say(f"{percent} % of the budget is in use, {memory} ({notes.budget_name}).{call}")
 
@@ -110,7 +116,7 @@ def explain_run(result: RunResult) -> list[Section]:
     rows = tuple((name, value) for name, value in run_facts(result) if value)
     table = Table(header=("", ""), rows=rows, align="ll")
     sections = [Section(title=f"oomguard: {result_words(result)}", sentences=tuple(_remarks(result)), table=table)]
-    if result.first is not None and result.first.calls:
+    if result.first is not None and len(result.first.calls) > 1:
         sections.append(Section(title="Recurrent calls", table=calls_table(result.first)))
     if len(result.processes) > 1:
         sections.append(Section(title="Processes", table=_processes_table(result.processes)))
@@ -140,9 +146,8 @@ def _remarks(result: RunResult) -> list[str]:
     elif result.verdict == Verdict.OVER.name:
         remarks.append("It went over the budget. The script itself ended well.")
     if not result.processes and not result.unwatched:
-        remarks.append(
-            "No training with PyTorch was seen. (Programs other than Python, and python -I, -E and -S, cannot be watched.)"
-        )
+        rest = "Programs other than Python, and python -I, -E and -S, cannot be watched."
+        remarks.append(f"No training with PyTorch was seen. ({rest})")
     return remarks
 
 
@@ -160,10 +165,13 @@ def run_facts(result: RunResult) -> list[tuple[str, str]]:
     notes = result.first
     facts = [("command", shlex.join(result.command))]
     if notes is None:
-        return [*facts, ("peak", format_bytes(result.peak_bytes)), ("settings", _settings(result))]
+        peak = format_bytes(result.peak_bytes) if result.peak_bytes else ""
+        return [*facts, ("peak", peak), ("settings", _settings(result))]
     device = "" if notes.device == "cpu" else f" on {notes.device}"
     share = f"{100 * notes.peak_bytes / max(1, notes.budget_bytes):.0f} %"
-    peak = f"{format_bytes(notes.peak_bytes)}{device}, {share} of {format_bytes(notes.budget_bytes)} ({notes.budget_name})"
+    peak = (
+        f"{format_bytes(notes.peak_bytes)}{device}, {share} of {format_bytes(notes.budget_bytes)} ({notes.budget_name})"
+    )
     updates = f"{notes.updates:,}"
     if notes.updates > 1:
         updates += f", {format_seconds(notes.seconds / (notes.updates - 1))} each"
@@ -197,7 +205,9 @@ def _larger(notes: ProcessNotes) -> str:
     found = outlook(notes)
     if found is None:
         return ""
-    most = f"the budget is full at about {found.times:.1f} times the rows" if found.times >= 1 else "nothing larger fits"
+    most = (
+        f"the budget is full at about {found.times:.1f} times the rows" if found.times >= 1 else "nothing larger fits"
+    )
     return f"twice the rows would need about {format_bytes(found.twice_bytes)}; {most}"
 
 

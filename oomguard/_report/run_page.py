@@ -6,16 +6,15 @@ from pathlib import Path
 from oomguard._core.system import write_file
 from oomguard._core.units import GIB, MIB, format_bytes, format_seconds
 from oomguard._report.curve import Axis, Curve, Mark, make_series
-from oomguard._report.page import checked, make_page
-from oomguard._report.run import explain_run, result_words
-from oomguard._report.tables import macros
+from oomguard._report.page import make_page
+from oomguard._report.run import PAGE, explain_run, result_words
+from oomguard._report.tables import check_ending, macros
 from oomguard._run.result import RunResult
 
 
 def save_run(result: RunResult, path: str) -> Path:
     """Write the page of a run to an .html file."""
-    target = checked(path, "A page", (".html", ".htm"), "run.html")
-    return write_file(target, run_page(result).encode(), "A page")
+    return write_file(check_ending(path, *PAGE), run_page(result).encode(), "A page")
 
 
 def run_page(result: RunResult) -> str:
@@ -35,7 +34,9 @@ def timeline(result: RunResult) -> Curve:
     marks = [Mark(text=f"peak {format_bytes(result.peak_bytes)}", y=0.0, role="note")] if alone else []
     if alone is not None and alone.budget_bytes < 2 * high_bytes:
         high_bytes = max(high_bytes, alone.budget_bytes)
-        marks.append(Mark(text=f"budget {format_bytes(alone.budget_bytes)}", y=float(alone.budget_bytes), role="budget"))
+        marks.append(
+            Mark(text=f"budget {format_bytes(alone.budget_bytes)}", y=float(alone.budget_bytes), role="budget")
+        )
     size, unit = (GIB, "GiB") if high_bytes >= GIB else (MIB, "MiB")
     marks = [Mark(text=m.text, y=(m.y or result.peak_bytes) / size, role=m.role) for m in marks]
     seconds = [sample.seconds for sample in result.samples]

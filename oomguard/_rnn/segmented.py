@@ -68,7 +68,8 @@ class _Segmented(TorchFunctionMode, ContextDecorator):
 
 def is_segmented() -> bool:
     """Whether this thread is inside `segmented`, or inside a module that `segment` has changed."""
-    return any(isinstance(mode, _Segmented) for mode in _get_current_function_mode_stack())
+    modes: list[TorchFunctionMode] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(isinstance(mode, _Segmented) for mode in modes)
 
 
 def segmented(segments: int | None = None, *, budget: int | str | None = None, recompute: bool = True) -> _Segmented:

@@ -26,6 +26,7 @@ from oomguard._rnn.segmented import is_segmented
 from oomguard._run.notes import FOLDER, read_settings
 from oomguard._run.recorder import Recorder
 
+Plain = Callable[[], tuple[Tensor, ...]]  # the call as the script made it
 SMALL = 8  # a call that needs less than this part of what is left is not compared with a new reading of the memory
 TORCH = str(Path(torch.__file__).parent)
 
@@ -82,31 +83,29 @@ def _is_training(args: tuple[Any, ...]) -> bool:
         and bool(args)
         and type(args[0]) in (Tensor, torch.nn.Parameter)
         and args[0].device.type in ("cpu", "cuda")
-        and not torch.jit.is_tracing()
+        and not torch._C._is_tracing()
         and not is_segmented()
     )
 
 
-def _run(call: RecurrentCall, recorder: Recorder, plain: Callable[[], tuple[Tensor, ...]], where: str) -> Any:
+def _run(call: RecurrentCall, recorder: Recorder, plain: Plain, where: str) -> tuple[Tensor, ...]:
     """Run a call as it is if it fits or if segments are off, else in the least segments that fit."""
-    request = read_request(call)
+    request, shape = read_request(call), (len(call.sizes), call.sizes[0])
     notes, need_bytes, segments = recorder.begin(request.device), plain_bytes(request), 1
     if recorder.settings.segments and need_bytes > recorder.spare_bytes // SMALL:
         segments = min(choose_segments(request, notes.budget_bytes - notes.room_bytes), len(call.sizes))
     if segments == 1:
         outputs = _try_plain(call, recorder, plain)
         if outputs is not None:
-            recorder.add_call(where, request, need_bytes, need_bytes, 1)
+            recorder.add_call(where, request, shape, need_bytes, need_bytes, 1)
             return outputs
         segments = min(choose_segments(request, 0), len(call.sizes))  # those that need least
     used_bytes = int(segmented_bytes(request, np.asarray([segments]))[0])
-    recorder.add_call(where, request, need_bytes, used_bytes, segments)
+    recorder.add_call(where, request, shape, need_bytes, used_bytes, segments)
     return run_in_pieces(call, segments)
 
 
-def _try_plain(
-    call: RecurrentCall, recorder: Recorder, plain: Callable[[], tuple[Tensor, ...]]
-) -> tuple[Tensor, ...] | None:
+def _try_plain(call: RecurrentCall, recorder: Recorder, plain: Plain) -> tuple[Tensor, ...] | None:
     """Run a call as it is; None if memory ran out and segments may be used."""
     keeps = call.dropout > 0 and recorder.settings.segments
     restore = remember(*generators_of(call.inputs.device)) if keeps else None

@@ -161,4 +161,3 @@ def _waited_peak() -> int:
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     own, children = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return children * unit_bytes if children > own else 0
-

@@ -67,8 +67,10 @@ class Recorder:
         notes = self.notes
         return 0 if notes is None else notes.budget_bytes - notes.room_bytes - notes.now_bytes
 
-    def add_call(self, where: str, request: Request, need_bytes: int, used_bytes: int, segments: int) -> None:
-        """Note a recurrent call, with what it needs at once and what it needs in the segments that it runs in."""
+    def add_call(
+        self, where: str, request: Request, shape: tuple[int, int], need_bytes: int, used_bytes: int, segments: int
+    ) -> None:
+        """Note a call of so many steps and rows: what it needs at once, and in the segments that it runs in."""
         call = request.call
         key = (where, request.device, call.cell, call.inputs, call.hidden, call.layers, call.directions)
         with self.lock:
@@ -86,7 +88,8 @@ class Recorder:
             found.in_segments += segments > 1
             found.segments = max(found.segments, segments)
             if need_bytes > found.plain_bytes:
-                found.plain_bytes, found.used_bytes, found.steps, found.rows = need_bytes, used_bytes, call.steps, call.rows
+                found.plain_bytes, found.used_bytes = need_bytes, used_bytes
+                found.steps, found.rows = shape
 
     def add_update(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Note an update. After those of a dry run, the process ends."""

@@ -57,7 +57,9 @@ def outlook(notes: ProcessNotes) -> Outlook | None:
         return None
     left_bytes = notes.budget_bytes - notes.base_bytes - notes.lasting_bytes
     return Outlook(
-        batch_bytes=batch_bytes, twice_bytes=notes.training_bytes + batch_bytes, times=max(0.0, left_bytes / batch_bytes)
+        batch_bytes=batch_bytes,
+        twice_bytes=notes.training_bytes + batch_bytes,
+        times=max(0.0, left_bytes / batch_bytes),
     )
 
 

@@ -15,7 +15,7 @@ from oomguard._run.notes import FOLDER
 
 HOOK = Path(__file__).parent / "hook"
 HEAPS = {"tight": "tight", "fast": "fast native", "system": "system"}
-"""The heap of each allocator setting. A script can run both engines: `fast` is the setting that suits the native one."""
+"""The heap of each allocator setting. A script can run both engines; of the two fast heaps this is the smaller one."""
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 

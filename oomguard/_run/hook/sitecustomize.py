@@ -1,7 +1,7 @@
 """Python loads this file when it starts, from the folder that `oomguard run` puts on PYTHONPATH.
 
 It loads the sitecustomize that it hides, and then waits for torch: a script without torch runs as if this were not
-here. It has to run in any Python 3, with the standard library alone, and must never make a script fail.
+here. It has to run in Python 3.6 and newer, with the standard library alone, and must never make a script fail.
 """
 
 import os
@@ -69,6 +69,7 @@ def load_package() -> None:
     folder = os.path.dirname(os.path.dirname(HERE))
     path = os.path.join(folder, "__init__.py")
     spec = importlib.util.spec_from_file_location("oomguard", path, submodule_search_locations=[folder])
+    assert spec is not None and spec.loader is not None, path  # noqa: PT018
     module = importlib.util.module_from_spec(spec)
     sys.modules["oomguard"] = module
     spec.loader.exec_module(module)
@@ -77,9 +78,9 @@ def load_package() -> None:
 def report(error: Exception) -> None:
     """Leave a note for `oomguard run` why this process is not watched."""
     try:
-        path = os.path.join(os.environ["OOMGUARD_RUN"], "%d.failed" % os.getpid())
+        path = os.path.join(os.environ["OOMGUARD_RUN"], f"{os.getpid()}.failed")
         with open(path, "w") as file:
-            file.write("%s\n%s: %s\n" % (sys.executable, type(error).__name__, error))
+            file.write(f"{sys.executable}\n{type(error).__name__}: {error}\n")
     except OSError:
         pass
 
