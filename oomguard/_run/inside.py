@@ -50,8 +50,9 @@ def start(module: str) -> None:
 def _replace_calls(recorder: Recorder) -> None:
     """Put a function in the place of each of the four, everywhere where modules look it up.
 
-    torch.jit knows functions of torch by identity, so torch and torch._VF get the same one.
+    TorchScript knows functions of torch by their identity, so it is told that ours are the same.
     """
+    from torch.jit import _builtins
     from torch.nn.modules import rnn
 
     for original in CELLS:
@@ -59,6 +60,8 @@ def _replace_calls(recorder: Recorder) -> None:
         name = original.__name__
         setattr(torch, name, ours)
         setattr(torch._VF, name, ours)
+        if _builtins._builtin_table is not None:  # otherwise it is made later, from the functions of torch as they are
+            _builtins._builtin_table[id(ours)] = f"aten::{name}"
         impls: dict[str, Kernel] = getattr(rnn, "_rnn_impls", {})
         impls.update({key: ours for key, kernel in impls.items() if kernel is original})
 

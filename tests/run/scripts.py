@@ -46,10 +46,21 @@ def command(folder: Path, *words: str, flags: tuple[str, ...] = ()) -> list[str]
     return [sys.executable, "-m", "oomguard", "run", "--json", report, "--force", *flags, "--", *words]
 
 
-def run(folder: Path, *words: str, flags: tuple[str, ...] = (), **options: Any) -> Ran:
-    """Run a command with `oomguard run`."""
-    options = {"capture_output": True, "text": True, "check": False, "timeout": 100, "env": environment()} | options
-    done = subprocess.run(command(folder, *words, flags=flags), **options)
+def run(
+    folder: Path,
+    *words: str,
+    flags: tuple[str, ...] = (),
+    env: dict[str, str] | None = None,
+    cwd: Path | None = None,
+    limit_bytes: int | None = None,
+    **streams: Any,
+) -> Ran:
+    """Run a command with `oomguard run`, if asked for under a limit of committed bytes (RLIMIT_DATA)."""
+    line = command(folder, *words, flags=flags)
+    if limit_bytes is not None:
+        line = ["prlimit", f"--data={limit_bytes}", *line]
+    env = environment() if env is None else env
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=110, env=env, cwd=cwd, **streams)
     path = folder / "run.json"
     report = json.loads(path.read_text()) if path.exists() else {}
     return Ran(done.returncode, done.stdout, done.stderr, report)
