@@ -76,7 +76,7 @@ class RunNews:
         if notes.updates and self._first_update:
             self._first_update = False
             memory = f"{format_bytes(notes.training_bytes)} of {format_bytes(notes.budget_bytes)}"
-            self._say(f"the first update needed {memory} ({notes.budget_name}).{_outlook_words(notes)}")
+            self._say(f"the peak is {memory} ({notes.budget_name}).{_outlook_words(notes)}")
 
     def _take_memory(self, notes: ProcessNotes) -> None:
         percent = 100 * notes.now_bytes // max(1, notes.budget_bytes)

@@ -16,12 +16,11 @@ import torch
 
 from oomguard._core.units import MIB
 from oomguard._device.budget import Budget
-from oomguard._device.cuda import Cuda
 from oomguard._device.find import find_budget
 from oomguard._device.proc import read_resident, read_status
 from oomguard._probe.verdict import Verdict, judge
 from oomguard._rnn import recompute
-from oomguard._rnn.room import Request
+from oomguard._rnn.room import Request, context_bytes
 from oomguard._run.notes import CallNotes, Failure, ProcessNotes, Settings, write_notes
 
 SAMPLE_SECONDS = 0.02  # seconds between two readings of the memory in use: one takes some 10 µs
@@ -56,7 +55,7 @@ class Recorder:
                 )
                 self.began, self.ballast = monotonic(), bytearray(BALLAST_BYTES)
                 self.first_peak_bytes = _host_peak()
-                self.notes.base_bytes = self.update_bytes = in_use(device)
+                self.notes.base_bytes = self.notes.now_bytes = self.update_bytes = in_use(device)
                 self._read_budget(self.notes)
                 threading.Thread(target=self._watch, args=(self.notes,), name="oomguard", daemon=True).start()
             return self.notes
@@ -93,7 +92,7 @@ class Recorder:
 
     def add_update(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Note an update. After those of a dry run, the process ends."""
-        notes, now = self.begin("cpu"), monotonic()
+        notes, now = self.begin(_device_of(optimizer)), monotonic()
         self._sample(notes)
         with self.lock:
             notes.updates += 1
@@ -144,6 +143,9 @@ class Recorder:
                 notes.peak_bytes = max(notes.peak_bytes, host_bytes)
                 if host_bytes > self.first_peak_bytes:
                     notes.training_bytes = host_bytes
+            else:
+                reached_bytes = context_bytes(notes.device) + torch.cuda.max_memory_reserved(notes.device)
+                notes.peak_bytes = max(notes.peak_bytes, reached_bytes)
             with suppress(OSError):  # the folder is gone: oomguard run was killed
                 write_notes(self.folder, notes)
 
@@ -189,12 +191,18 @@ def _share(budget: Budget, ranks: int) -> tuple[int, str]:
 
 def in_use(device: str) -> int:
     """The bytes that this process uses on a device now, as a budget counts them."""
-    return read_resident() if device == "cpu" else Cuda(torch.device(device).index or 0).reading().now_bytes
+    return read_resident() if device == "cpu" else context_bytes(device) + torch.cuda.memory_reserved(device)
 
 
 def _host_peak() -> int:
     status = read_status()
     return 0 if status is None else status.peak_bytes
+
+
+def _device_of(optimizer: torch.optim.Optimizer | None) -> str:
+    """The device of the first weight of an optimizer, if it is a card; else the CPU."""
+    weights = [] if optimizer is None else optimizer.param_groups[0]["params"][:1]
+    return next((str(weight.device) for weight in weights if weight.device.type == "cuda"), "cpu")
 
 
 def _lasting_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 from run.scripts import TRAIN, command, environment, run, write
 
+from oomguard._run.notes import CallNotes, Settings
+from oomguard._run.recorder import Recorder
+
 PYTHON = sys.executable
 MIB = 1 << 20
 
@@ -47,6 +50,19 @@ def test_a_training_that_fits_is_left_as_it_is_and_a_dry_run_ends_it(tmp_path: P
     assert "twice the rows would need about" in ran.err
 
 
+def test_calls_leave_room_for_what_comes_after_them_once_it_was_seen(tmp_path: Path) -> None:
+    """An update that went over the budget by some bytes takes as many from the calls of the next one."""
+    recorder = Recorder(tmp_path, Settings(budget_bytes=1 << 40))
+    notes = recorder.begin("cpu")
+    notes.budget_bytes = notes.now_bytes - 10 * MIB
+    recorder.settings = Settings(budget_bytes=notes.budget_bytes)
+    notes.calls.append(CallNotes(where="", device="cpu", cell="gru", inputs=1, hidden=1, layers=1, directions=1))
+    recorder.add_update(None)
+    assert notes.room_bytes == pytest.approx(10 * MIB, abs=8 * MIB)
+    assert recorder.spare_bytes < -notes.room_bytes
+    recorder.forget()
+
+
 LARGE = """
 import torch
 model = torch.nn.LSTM(8, 8)
@@ -64,21 +80,26 @@ def test_a_script_that_runs_out_of_memory_has_its_summary(tmp_path: Path, text: 
     assert "The script ran out of memory" in ran.err
 
 
-LIMITED = TRAIN.replace("for _ in", "import resource\nresource.setrlimit(resource.RLIMIT_DATA, (ALLOWED, -1))\nfor _ in")
+LIMITED = TRAIN.replace(
+    "for _ in", "import resource\nresource.setrlimit(resource.RLIMIT_DATA, (ALLOWED, -1))\nfor _ in"
+)
 STATUS = "int(open('/proc/self/status').read().partition('VmData:')[2].split()[0]) * 1024"
 
 
+@pytest.mark.timeout(240)
 def test_a_script_that_plain_python_cannot_finish_under_a_limit_finishes(tmp_path: Path) -> None:
-    """The budget is that which the limit leaves. Nothing is said about it on the command line."""
+    """By default, the budget is what the limit leaves. With a larger one, a call is repeated when it has failed."""
     script = write(tmp_path, LIMITED.replace("ALLOWED", f"{STATUS} + {150 * MIB}"))
     words = [PYTHON, script, "8000", "1"]
     plain = subprocess.run(words, capture_output=True, text=True, check=False, env=environment())
     assert plain.returncode == 1, plain.stdout
     assert "DefaultCPUAllocator" in plain.stderr
-    ran = run(tmp_path, *words)
-    assert ran.code == 0, ran.err
-    assert ran.report["processes"][0]["budget_name"] == "RLIMIT_DATA, resident"
-    assert ran.report["processes"][0]["calls"][0]["in_segments"] == 1
+    for flags, name, retried in (((), "RLIMIT_DATA, resident", 0), (("--budget", "1TiB"), "--budget", 1)):
+        ran = run(tmp_path, *words, flags=flags)
+        assert ran.code == 0, ran.err
+        (process,) = ran.report["processes"]
+        assert (process["budget_name"], process["retried"]) == (name, retried)
+        assert process["calls"][0]["in_segments"] == 1
 
 
 def test_a_training_that_is_killed_has_what_it_wrote_until_then(tmp_path: Path) -> None:
