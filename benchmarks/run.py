@@ -36,6 +36,7 @@ SMALLER: dict[str, tuple[str, ...]] = {
     "plans_do_not_run_out": ("3",),
     "probes_hurt_nobody": ("30",),
     "recovers_without_loss": ("5",),
+    "scripts_run_unchanged": ("1",),
     "search_needs_few_probes": ("1",),
     "segments_cost_little": ("1", "--cases", "3"),
     "task_batches_are_found": ("2",),

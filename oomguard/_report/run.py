@@ -76,7 +76,7 @@ class RunNews:
         if notes.updates and self._first_update:
             self._first_update = False
             memory = f"{format_bytes(notes.training_bytes)} of {format_bytes(notes.budget_bytes)}"
-            self._say(f"the peak is {memory} ({notes.budget_name}).{_outlook_words(notes)}")
+            self._say(f"the peak so far is {memory} ({notes.budget_name}).{_outlook_words(notes)}")
 
     def _take_memory(self, notes: ProcessNotes) -> None:
         percent = 100 * notes.now_bytes // max(1, notes.budget_bytes)
@@ -185,7 +185,7 @@ def run_facts(result: RunResult) -> list[tuple[str, str]]:
         ("updates", updates if notes.updates else ""),
         ("largest call", "" if largest is None else _largest_words(largest)),
         ("in segments", in_segments),
-        ("recomputation", _recomputed(notes) if pieces else ""),
+        ("recomputed", _recomputed(notes) if pieces else ""),
         ("larger batch", _larger(notes)),
         ("settings", _settings(result)),
     ]

@@ -84,11 +84,15 @@ def judge_run(
         allocator=start.allocator,
         exports=start.exports,
         threads=start.threads,
-        peak_bytes=max([peak_bytes, *(max(each.host_peak_bytes, 0) for each in notes)]),
+        peak_bytes=max([peak_bytes, *(_host_bytes(each) for each in notes)]),
         processes=tuple(notes),
         unwatched=unwatched,
         samples=samples,
     )
+
+
+def _host_bytes(notes: ProcessNotes) -> int:
+    return notes.peak_bytes if notes.device == "cpu" else notes.host_peak_bytes
 
 
 def _judge(code: int, notes: list[ProcessNotes]) -> tuple[Verdict | None, str]:
