@@ -1,5 +1,6 @@
 """The run of a script in words: how it starts, what is told while it runs, and the summary at its end."""
 
+import math
 import shlex
 from collections.abc import Callable, Sequence
 from time import monotonic
@@ -48,7 +49,7 @@ class RunNews:
     def __init__(self, say: Callable[[str], None], options: RunOptions) -> None:
         self._say, self._options = say, options
         self._failed, self._segmented, self._first_update = set[str](), set[str](), True
-        self._percent, self._near_at = NEAR_PERCENT - MORE_PERCENT, 0.0
+        self._percent, self._near_at = NEAR_PERCENT - MORE_PERCENT, -math.inf
 
     def begin(self, start: Start) -> None:
         self._say(start_words(start, self._options))

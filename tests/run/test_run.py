@@ -10,6 +10,7 @@ import venv
 from pathlib import Path
 
 import pytest
+import torch
 from run.scripts import TRAIN, command, environment, run, write
 
 from oomguard._run.notes import CallNotes, Settings
@@ -181,6 +182,18 @@ def test_an_interpreter_that_cannot_load_oomguard_is_named(tmp_path: Path) -> No
     assert list(ran.report["unwatched"]) == [str(python)]
     assert f"oomguard cannot be imported by {python}" in ran.err
     assert f"{python} -m pip install oomguard" in " ".join(ran.err.split())
+
+
+def test_an_environment_without_oomguard_takes_the_one_that_runs_it(tmp_path: Path) -> None:
+    """An environment with the packages of this one, but without the hooks by which this one may find oomguard."""
+    venv.create(tmp_path / "other", with_pip=False, symlinks=True)
+    (site,) = (tmp_path / "other").glob("lib/python*/site-packages")
+    (site / "packages.pth").write_text(str(Path(torch.__file__).parents[1]))
+    python = str(tmp_path / "other" / "bin" / "python")
+    ran = run(tmp_path, python, write(tmp_path, TRAIN), "50", "1", flags=("--budget", "1MiB"), cwd=tmp_path)
+    assert ran.code == 0, ran.err
+    assert [process["python"] for process in ran.report["processes"]] == [python]
+    assert ran.report["processes"][0]["calls"][0]["in_segments"] == 1
 
 
 def test_a_script_with_torch_but_without_training_leaves_no_notes(tmp_path: Path) -> None:
