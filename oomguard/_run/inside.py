@@ -143,7 +143,9 @@ def _follow_keras(recorder: Recorder) -> None:
     """Note the updates of Keras, whose optimizers on torch are its own."""
     keras: Any = sys.modules["keras"]
     optimizer = keras.optimizers.Optimizer
-    apply = optimizer.apply
+    apply = getattr(optimizer, "apply", None)
+    if apply is None:  # Keras 2, which never runs on torch
+        return
 
     @functools.wraps(apply)
     def noted(self: Any, *args: Any, **kwargs: Any) -> Any:

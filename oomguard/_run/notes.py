@@ -6,6 +6,7 @@ import msgspec
 
 FOLDER = "OOMGUARD_RUN"  # the variable that names the folder
 SETTINGS = "settings.json"
+GIVEN = "--budget"  # the name of a budget that was given
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 
 import msgspec
 import torch
@@ -21,7 +21,7 @@ from oomguard._device.proc import read_resident, read_status
 from oomguard._probe.verdict import Verdict, judge
 from oomguard._rnn import recompute
 from oomguard._rnn.room import Request, context_bytes
-from oomguard._run.notes import CallNotes, Failure, ProcessNotes, Settings, write_notes
+from oomguard._run.notes import GIVEN, CallNotes, Failure, ProcessNotes, Settings, write_notes
 
 SAMPLE_SECONDS = 0.02  # seconds between two readings of the memory in use: one takes some 10 µs
 WRITE_SECONDS = 1.0  # seconds between two readings of the budget, and two writings of the notes
@@ -165,7 +165,7 @@ class Recorder:
                 if (content := msgspec.json.encode(notes)) != written:
                     written = content
                     self.write(notes)
-            threading.Event().wait(SAMPLE_SECONDS)
+            sleep(SAMPLE_SECONDS)
 
     def _read_budget(self, notes: ProcessNotes) -> None:
         """Read the budget again: what others hold changes. Processes on one machine share what is free."""
@@ -174,7 +174,7 @@ class Recorder:
         if committed is not None:
             notes.committed_bytes, notes.committed_budget_bytes = committed.held_bytes, committed.reach_bytes
         if self.settings.budget_bytes is not None:
-            notes.budget_bytes, notes.budget_name = self.settings.budget_bytes, "--budget"
+            notes.budget_bytes, notes.budget_name = self.settings.budget_bytes, GIVEN
         else:
             notes.budget_bytes, notes.budget_name = _share(budget, self.ranks)
 

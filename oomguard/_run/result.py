@@ -5,7 +5,7 @@ import signal
 import msgspec
 
 from oomguard._probe.verdict import Verdict, judge_exit
-from oomguard._run.notes import ProcessNotes
+from oomguard._run.notes import GIVEN, ProcessNotes
 from oomguard._run.settings import Start
 
 
@@ -104,18 +104,19 @@ def _judge(code: int, notes: list[ProcessNotes]) -> tuple[Verdict | None, str]:
         return Verdict.OOM, ran_out.message
     if code == -signal.SIGKILL or code == 128 + signal.SIGKILL:  # the latter from a shell or a launcher in between
         return Verdict.KILLED, "SIGKILL ended it."
-    if code in (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS):
+    if code == -signal.SIGABRT:  # as C++ ends a process that cannot allocate a few bytes
         free_bytes = min((_committed_left(each) for each in notes), default=None)
         return judge_exit(code, "", free_bytes), f"{_name(-code)} ended it."
+    if code in (-signal.SIGSEGV, -signal.SIGBUS):
+        return Verdict.CRASHED, f"{_name(-code)} ended it."
     if code < 0:
         return None, f"{_name(-code)} ended it."
     return None, failures[0].message if failures else ""
 
 
 def _judge_finished(notes: list[ProcessNotes]) -> tuple[Verdict | None, str]:
-    """A script that ended well either stayed within its budget or went over it."""
-    over = next((each for each in notes if each.budget_bytes and each.peak_bytes > each.budget_bytes), None)
-    if over is not None:
+    """A script that ended well either stayed within its budget or went over it. What is free is no such budget."""
+    if any(each.peak_bytes > each.budget_bytes for each in notes if each.budget_name == GIVEN):
         return Verdict.OVER, ""
     return (Verdict.FITS, "") if notes else (None, "")
 

@@ -101,6 +101,7 @@ OOM = Failure(verdict="OOM", message="MemoryError: no more")
 ENDS = {
     "well": (result(0, notes()), "FITS", "ended with exit code 0"),
     "over the budget": (result(0, notes(peak_bytes=1001 * MIB)), "OVER", "It went over the budget."),
+    "over what is free now": (result(0, notes(peak_bytes=1001 * MIB, budget_name="free RAM")), "FITS", "exit code 0"),
     "without training": (result(0), None, "No training with PyTorch was seen."),
     "an error": (result(3, notes(failure=Failure(verdict="BROKEN", message="KeyError: 1"))), None, "exit code 3"),
     "no memory": (result(1, notes(failure=OOM)), "OOM", "MemoryError: no more. Calls ran in segments already"),

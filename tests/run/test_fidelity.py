@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 from run.scripts import command, environment, run, write
 
+from oomguard._device.cpu import cores
 from oomguard._estimate.malloc import ENVIRONMENT
+from oomguard._run import settings
+from oomguard._run.settings import RunOptions
 
 PYTHON = sys.executable
 READY = "import signal, sys, time\nprint('ready', flush=True)\n"
@@ -168,6 +171,20 @@ def test_heap_settings_of_the_environment_are_kept(tmp_path: Path) -> None:
 def test_threads_reach_the_script(tmp_path: Path) -> None:
     ran = run(tmp_path, PYTHON, "-c", "import os; print(os.environ['OMP_NUM_THREADS'])", flags=("--threads", "3"))
     assert (ran.out, ran.report["threads"]) == ("3\n", 3)
+
+
+def test_threads_are_set_where_torch_would_see_more_processors_than_the_cgroup_allows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in settings.THREADS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    assert settings.make_start([PYTHON], RunOptions()).threads == (cores() if cores() < 4 else None)
+    monkeypatch.setattr(settings, "cores", lambda: 2)
+    assert settings.make_start([PYTHON], RunOptions()).threads == 2
+    assert settings.make_start([str(Path(PYTHON).with_name("torchrun"))], RunOptions()).threads is None
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert settings.make_start([PYTHON], RunOptions()).threads is None
 
 
 def test_a_program_other_than_python_runs(tmp_path: Path) -> None:

@@ -20,6 +20,12 @@ PYTHON = sys.executable
 MIB = 1 << 20
 
 
+def start(words: list[str]) -> subprocess.Popen[str]:
+    """Start a command away from any terminal, which would send signals of its own."""
+    pipes: dict[str, int] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(words, **pipes, text=True, env=environment(), start_new_session=True)
+
+
 def test_a_training_that_does_not_fit_goes_in_segments_with_the_same_losses(tmp_path: Path) -> None:
     script = write(tmp_path, TRAIN)
     plain = subprocess.run([PYTHON, script, "4000", "3"], capture_output=True, text=True, check=True, env=environment())
@@ -115,9 +121,7 @@ def test_a_training_that_is_killed_has_what_it_wrote_until_then(tmp_path: Path) 
 
 def test_an_interrupt_ends_script_and_summary(tmp_path: Path) -> None:
     words = command(tmp_path, PYTHON, write(tmp_path, TRAIN), "50", "1000000")
-    with subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
-    ) as process:
+    with start(words) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.readline()
@@ -207,9 +211,7 @@ def test_the_end_of_oomguard_run_is_the_end_of_the_script(tmp_path: Path) -> Non
     text = "import signal, time\nsignal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), exit(9)))\n"
     text += "print('ready', flush=True)\ntime.sleep(60)\n"
     words = command(tmp_path, PYTHON, "-c", text)
-    with subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
-    ) as process:
+    with start(words) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         began = time.monotonic()
