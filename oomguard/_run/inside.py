@@ -28,13 +28,13 @@ from oomguard._run.recorder import Recorder
 
 Plain = Callable[[], tuple[Tensor, ...]]  # the call as the script made it
 SMALL = 8  # a call that needs less than this part of what is left is not compared with a new reading of the memory
-TORCH = str(Path(torch.__file__).parent)
+NOT_THE_SCRIPT = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
 
 _recorder: Recorder | None = None
 
 
 def start(module: str) -> None:
-    """Begin, as soon as a module (`torch` or `keras`) is imported."""
+    """Begin, as soon as a module (`torch`, `torch._dynamo` or `keras`) is imported."""
     global _recorder
     if module == "torch" and _recorder is None:
         folder = Path(os.environ[FOLDER])
@@ -43,6 +43,8 @@ def start(module: str) -> None:
         _follow_updates(_recorder)
         atexit.register(_recorder.end)
         os.register_at_fork(after_in_child=_recorder.forget)
+    if module == "torch._dynamo":
+        _hide_from_dynamo()
     if module == "keras" and _recorder is not None:
         _follow_keras(_recorder)
 
@@ -71,10 +73,13 @@ def _instead_of(original: Kernel, recorder: Recorder) -> Kernel:
     def call(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         if torch.compiler.is_compiling() or not _is_training(args):
             return original(*args, **kwargs)
-        read = read_call(original, args, kwargs)
+        try:
+            read = read_call(original, args, kwargs)
+        except Exception:  # arguments that are wrong: torch says what is wrong with them
+            return original(*args, **kwargs)
         if len(read.sizes) < 2 or not read.needs_gradient:
             return original(*args, **kwargs)
-        return _run(read, recorder, functools.partial(original, *args, **kwargs), _caller(sys._getframe(1)))
+        return _run(read, recorder, functools.partial(original, *args, **kwargs), _caller())
 
     return call
 
@@ -124,19 +129,25 @@ def _try_plain(call: RecurrentCall, recorder: Recorder, plain: Plain) -> tuple[T
     return None
 
 
-def _caller(frame: FrameType | None) -> str:
-    """The line of the script that made a call, such as `train.py:42`: the first one outside of torch."""
-    while frame is not None and frame.f_code.co_filename.startswith(TORCH):
+def _caller() -> str:
+    """The line of the script that makes a call, such as `train.py:42`: the first one outside of torch and oomguard."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_SCRIPT):
         frame = frame.f_back
-    if frame is None:
-        return "torch"
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return "torch" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def _follow_updates(recorder: Recorder) -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     register_optimizer_step_post_hook(lambda optimizer, *_: recorder.add_update(optimizer))
+
+
+def _hide_from_dynamo() -> None:
+    """Let torch.compile leave the code of oomguard as it is. It runs recurrent layers outside of its graphs anyway."""
+    from torch._dynamo import trace_rules
+
+    trace_rules.add("oomguard")
 
 
 def _follow_keras(recorder: Recorder) -> None:

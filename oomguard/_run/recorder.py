@@ -206,7 +206,8 @@ def _device_of(optimizer: torch.optim.Optimizer | None) -> str:
 
 
 def _lasting_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """The bytes of the gradients and of the state of an optimizer."""
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, torch.Tensor)]
-    return sum(tensor.nbytes for tensor in [*(w.grad for w in weights if w.grad is not None), *state])
+    """The bytes of the gradients and of the state of an optimizer, as far as it keeps that in dense tensors."""
+    gradients = [weight.grad for group in optimizer.param_groups for weight in group["params"]]
+    state = [value for each in optimizer.state.values() if isinstance(each, dict) for value in each.values()]
+    tensors = [each for each in (*gradients, *state) if isinstance(each, torch.Tensor)]
+    return sum(tensor.nbytes for tensor in tensors if tensor.layout == torch.strided)

@@ -73,6 +73,13 @@ def scripted() -> list[float]:
     return gradients(model, lambda: compiled(INPUTS)[0])
 
 
+def compiled() -> list[float]:
+    """A model under torch.compile, which runs its recurrent layer outside of the graph."""
+    model = seeded(Tagger)
+    run: Any = torch.compile(model, backend="eager")
+    return gradients(model, lambda: run(INPUTS)[0])
+
+
 def traced() -> list[float]:
     model = seeded(lambda: nn.GRU(4, 8))
     compiled: Any = torch.jit.trace(model, (INPUTS,))  # type: ignore[no-untyped-call]
@@ -103,6 +110,15 @@ def own_segments() -> list[float]:
     return gradients(model, lambda: model(INPUTS)[0])
 
 
+def with_wrong_arguments() -> list[float]:
+    """A call that torch refuses, for which it has to give its own message."""
+    try:
+        torch.gru(INPUTS, None, [], True, 1, 0.0, True, False, False)  # type: ignore[call-overload]
+    except Exception as error:
+        return [float(sum(map(ord, str(error))))]
+    return []
+
+
 def without_gradient() -> list[float]:
     model = seeded(lambda: nn.GRU(4, 8))
     with torch.no_grad():
@@ -120,9 +136,11 @@ CASES: dict[str, Callable[[], list[float]]] = {
     "functional": functional,
     "thread": in_a_thread,
     "scripted": scripted,
+    "compiled": compiled,
     "traced": traced,
     "workers": with_workers,
     "own segments": own_segments,
+    "wrong arguments": with_wrong_arguments,
     "no gradient": without_gradient,
 }
 

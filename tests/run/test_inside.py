@@ -10,7 +10,18 @@ import pytest
 from run.scripts import Ran, environment, run
 
 SCRIPT = Path(__file__).parent / "everything.py"
-SEGMENTED = ("lstm", "batch first", "both directions", "projection", "rnn", "dropout", "packed", "functional", "thread")
+SEGMENTED = (
+    "lstm",
+    "batch first",
+    "both directions",
+    "projection",
+    "rnn",
+    "dropout",
+    "packed",
+    "functional",
+    "thread",
+    "compiled",
+)
 Losses = dict[str, list[float]]
 
 

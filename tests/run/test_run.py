@@ -22,8 +22,9 @@ MIB = 1 << 20
 
 def start(words: list[str]) -> subprocess.Popen[str]:
     """Start a command away from any terminal, which would send signals of its own."""
-    pipes: dict[str, int] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(words, **pipes, text=True, env=environment(), start_new_session=True)
+    return subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), start_new_session=True
+    )
 
 
 def test_a_training_that_does_not_fit_goes_in_segments_with_the_same_losses(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 class Waiting:
     """A finder of modules that leaves finding to the others, and calls oomguard when an awaited module is imported."""
 
-    names = ("torch", "keras")
+    names = ("torch", "torch._dynamo", "keras")
 
     def __init__(self) -> None:
         self.busy = False  # while the others are asked
