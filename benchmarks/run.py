@@ -37,6 +37,7 @@ SMALLER: dict[str, tuple[str, ...]] = {
     "probes_hurt_nobody": ("30",),
     "processes_end_together": ("6",),
     "recovers_without_loss": ("5",),
+    "scripts_run_unchanged": ("1",),
     "search_needs_few_probes": ("1",),
     "segments_cost_little": ("1", "--cases", "3"),
     "task_batches_are_found": ("2",),

@@ -35,6 +35,7 @@ LAYERS = [
     ("_data", "sources read lazily, windows, length buckets"),
     ("_guard", "fall back when memory gets tight, climb back later"),
     ("_train", "loop, checkpoints, metrics, predictions"),
+    ("_run", "unmodified scripts: how they start, a look inside, their summary"),
     ("_report", "everything that shows: text, tables, charts, pages"),
     ("_api", "the public functions, and their arguments"),
     ("_cli", "commands, flags, messages"),

@@ -82,6 +82,8 @@ def parsed(words: list[str]) -> set[str]:
 
 
 def flags_of(words: list[str]) -> set[str]:
+    """The names of the flags of a command line. What follows -- is the command of a script."""
+    words = words[: words.index("--")] if "--" in words else words
     return {word[2:].replace("-", "_") for word in words if word.startswith("--")}
 
 

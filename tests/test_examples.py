@@ -18,6 +18,7 @@ LARGER = {
     "tagger": "--longest 300 --rows 64 --budget {base}",
     "speech": "--longest 6000 --hidden 64 --budget {base}",
     "translation": "--steps 200 --updates 1 --segments 14",
+    "hand_loop": "--steps 1500 --sensors 48 --rows 48 --epochs 2 --budget {base}",
     "forecast": "--hours 2000 --hidden 64 --updates 1 --segments 20",
 }
 """The flags with which an example needs more memory than its default, and saves much of it."""

@@ -94,6 +94,7 @@ STARTS = {
     "predict": "predict {run} --data {data}",
     "resume": "resume {run} --data {data}",
     "show": "show {plan}",
+    "run": "run",
 }
 
 

@@ -18,6 +18,7 @@ from oomguard._core.errors import REQUIRED, conflict, fields_of
 from oomguard._core.errors import flag as flag_word
 from oomguard._data.options import CUTTING, DataOptions
 from oomguard._report.progress import showing
+from oomguard._run.settings import RunOptions
 from oomguard._spec.candidate import KNOBS, Candidate
 from oomguard._spec.read import PRESETS
 from oomguard._spec.spec import Spec
@@ -180,6 +181,13 @@ _MEASURED = "Exit with code 1 unless the planned candidate was run at full lengt
 REQUIRE = Flag("require_measured", "", _MEASURED, bool)
 PLANNED = [Flag("output", "FILE", "File for the plan (default: plan.json)."), FORCE, REQUIRE, *LOUDNESS, JSON]
 SEQUENCES = Flag("sequences", "N", "Sequences per epoch (default: those of the plan's histogram of lengths).", int)
+RAN = flags_of(RunOptions, ["budget"])
+RUN_OUTPUT = [
+    Flag("json", "FILE", "Write the summary to a JSON file."),
+    Flag("html", "FILE", "Write the summary as a page with charts, in one file."),
+    FORCE,
+    Flag("quiet", "", "Print nothing beside what the script prints.", bool),
+]
 HTML = Flag("html", "FILE", "Write a report page with charts, in one file.")
 YES = Flag("yes", "", "Remove everything that is listed.", bool)
 TIMEOUT = Flag("timeout", "SECONDS", "Time limit, such as 90s or 5min (default: 10min).")
@@ -289,9 +297,17 @@ def flowing(text: str) -> str:
 
 
 def add_command(
-    app: typer.Typer, name: str, *arguments: Flag, epilog: str | None = None, **panels: list[Flag]
+    app: typer.Typer,
+    name: str,
+    *arguments: Flag,
+    epilog: str | None = None,
+    flags_first: bool = False,
+    **panels: list[Flag],
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add a command with its arguments and its flags, in panels of the help. It gets those that were given."""
+    """Add a command with its arguments and its flags, in panels of the help. It gets those that were given.
+
+    With `flags_first`, whatever follows the first argument is an argument, even if it looks like a flag.
+    """
     flags = [flag for panel in panels.values() for flag in panel]
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -309,7 +325,8 @@ def add_command(
                 *(_option(flag._replace(negative=not flag.negative), None) for flag in flags if flag.kind is bool),
             ]
         )
-        return app.command(name, cls=Command, epilog=epilog)(run)
+        settings = {"allow_interspersed_args": not flags_first}
+        return app.command(name, cls=Command, epilog=epilog, context_settings=settings)(run)
 
     return decorate
 
@@ -325,7 +342,8 @@ def _progress(given: dict[str, Any]) -> AbstractContextManager[None]:
 
 def _argument(flag: Flag) -> inspect.Parameter:
     argument = typer.Argument(help=flag.text, metavar=flag.metavar, show_default=False)
-    kind: Any = list[str] if flag.many else str | None if flag.optional else str
+    kind: Any = list[str] if flag.many else str
+    kind = kind | None if flag.optional else kind
     default = None if flag.optional else inspect.Parameter.empty
     annotation: Any = Annotated[kind, argument]
     return inspect.Parameter(flag.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

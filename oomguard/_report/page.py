@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from oomguard._core.errors import MisuseError
 from oomguard._core.progress import tell
 from oomguard._core.system import write_file
 from oomguard._core.units import format_bytes, format_seconds
@@ -15,7 +14,7 @@ from oomguard._report.curve import Curve
 from oomguard._report.curves import redrawn_curves
 from oomguard._report.draw import DARK, LIGHT, NARROW, WIDE, hover_points, to_png, to_svg
 from oomguard._report.plan import explain, known_words, plain_words, train_command
-from oomguard._report.tables import FOLDER, Section, macros
+from oomguard._report.tables import FOLDER, Section, check_ending, macros
 from oomguard._report.words import NONE, pieces_words, rows_words, setting_words, speed_words, time_words, times
 
 STYLE, SCRIPT = FOLDER / "page.css", FOLDER / "page.js"
@@ -34,27 +33,15 @@ def save_page(plan: Plan, path: str | os.PathLike[str], sequences: int | None = 
     ...     save_page(plan, f"{directory}/report.html").name
     'report.html'
     """
-    target = _checked(path, "A page", (".html", ".htm"), "report.html")
+    target = check_ending(path, "A page", (".html", ".htm"), "report.html")
     return write_file(target, plan_page(plan, sequences).encode(), "A page")
 
 
 def save_curves(curves: Sequence[Curve], path: str, heading: str = "Trade-offs", about: str = "") -> Path:
     """Write all curves to one .html page, or the first of them to a .png picture."""
-    target = _checked(path, "A curve", (".png", ".html"), "curves.html")
+    target = check_ending(path, "A curve", (".png", ".html"), "curves.html")
     picture = target.suffix.lower() == ".png"
     return write_file(target, to_png(curves[0]) if picture else curves_page(curves, heading, about).encode(), "A curve")
-
-
-def _checked(path: str | os.PathLike[str], what: str, suffixes: tuple[str, ...], example: str) -> Path:
-    """The path, which must have one of the suffixes: by it, a browser or a viewer knows what the file is."""
-    target = Path(path)
-    if target.suffix.lower() not in suffixes:
-        raise MisuseError(
-            rule=f"{what} is written as {' or '.join(suffixes)}",
-            got=f"got {target.name!r}",
-            advice=f"Give the file one of these endings, such as {example}.",
-        )
-    return target
 
 
 def plan_page(plan: Plan, sequences: int | None = None) -> str:
@@ -64,14 +51,14 @@ def plan_page(plan: Plan, sequences: int | None = None) -> str:
     top = macros().result(
         *_verdict(plan), start, " ".join(result.sentences[:-2]), *_bars(plan), _facts(plan, sequences)
     )
-    return _page(result.title, top, sections, redrawn_curves(plan))
+    return make_page(result.title, top, sections, redrawn_curves(plan))
 
 
 def curves_page(curves: Sequence[Curve], heading: str, about: str = "") -> str:
-    return _page(heading, macros().about(about), [], [{"": curve} for curve in curves])
+    return make_page(heading, macros().about(about), [], [{"": curve} for curve in curves])
 
 
-def _page(title: str, top: str, sections: Sequence[Section], curves: list[dict[str, Curve]]) -> str:
+def make_page(title: str, top: str, sections: Sequence[Section], curves: list[dict[str, Curve]]) -> str:
     """A document with its own style and script. Its policy lets a browser run that script alone and load nothing."""
     pairs = enumerate(zip(LIGHT.colors, DARK.colors, strict=True))
     colors = "; ".join(f"--slot{slot}: light-dark({light}, {dark})" for slot, (light, dark) in pairs)

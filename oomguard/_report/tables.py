@@ -3,6 +3,7 @@
 HTML comes from one template, which escapes every text: a plan is a file that anybody may have written.
 """
 
+import os
 import textwrap
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from oomguard._core.errors import visible
+from oomguard._core.errors import MisuseError, visible
 
 if TYPE_CHECKING:  # rich is imported where it is used: --json does not need it
     from rich.console import Console, JustifyMethod
@@ -182,3 +183,15 @@ def macros() -> Any:
     loader = FileSystemLoader(FOLDER)
     rules = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return rules.get_template("page.html.j2").module
+
+
+def check_ending(path: str | os.PathLike[str], what: str, suffixes: tuple[str, ...], example: str) -> Path:
+    """The path, which must have one of the suffixes: by it, a browser or a viewer knows what the file is."""
+    target = Path(path)
+    if target.suffix.lower() not in suffixes:
+        raise MisuseError(
+            rule=f"{what} is written as {' or '.join(suffixes)}",
+            got=f"got {target.name!r}",
+            advice=f"Give the file one of these endings, such as {example}.",
+        )
+    return target

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain, islice
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +62,15 @@ def gradients_of(starts: Tensors, ends: Ends) -> Gradients:
         return [None for _ in starts]
     found = iter(torch.autograd.grad(_seed(ends), wanted, allow_unused=True))
     return [next(found) if tensor.requires_grad else None for tensor in starts]
+
+
+class Clock:
+    """Seconds in which pieces were computed again in this process. On a card: those in which they were issued."""
+
+    seconds = 0.0
+
+
+spent = Clock()
 
 
 class Border(NamedTuple):
@@ -159,7 +169,9 @@ class Pieces(ABC):
     def _differentiate_piece(self, i: int, before: Tensors, of_after: Gradients) -> Gradients:
         leaves = [part.detach().requires_grad_(part.is_floating_point()) for part in before]
         given = self._given(i)
+        began = perf_counter()
         after, outputs = self.call(i, leaves, given)
+        spent.seconds += perf_counter() - began
         # the state after the last piece may have no gradients
         pairs = [*zip(outputs, self.of_outputs(i, outputs), strict=True), *zip(after, of_after, strict=False)]
         ends = [(end, gradient) for end, gradient in pairs if end.requires_grad and gradient is not None]

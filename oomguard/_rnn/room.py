@@ -122,7 +122,7 @@ def _peak(device: str, need: Count) -> Count:
     """The bytes that this process will use if it needs so many more than now."""
     if device == "cpu":
         return read_resident() + need
-    return _context_bytes(device) + reserved_bytes(torch.cuda.memory_allocated(device) + need)
+    return context_bytes(device) + reserved_bytes(torch.cuda.memory_allocated(device) + need)
 
 
 @cache
@@ -131,7 +131,8 @@ def _target(device: str) -> Target:
 
 
 @cache
-def _context_bytes(device: str) -> int:
+def context_bytes(device: str) -> int:
+    """The bytes of a card that this process holds beside those of PyTorch's allocator."""
     return Cuda(torch.device(device).index or 0).reading().runtime_bytes
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from oomguard._core.errors import MisuseError, check_whole
 from oomguard._core.units import read_budget
@@ -77,6 +77,12 @@ def _warn_of(name: str) -> None:
     """Warn of a function for one step, the first time that it is called."""
     advice = "Write the body of the loop as a function for oomguard.scan."
     warnings.warn(f"A loop over torch.{name} does not run in segments. {advice}", stacklevel=3)
+
+
+def is_segmented() -> bool:
+    """Whether this thread is inside `segmented`, or inside a module that `segment` has changed."""
+    modes: list[TorchFunctionMode] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(isinstance(mode, _Segmented) for mode in modes)
 
 
 def segmented(segments: int | None = None, *, budget: int | str | None = None, recompute: bool = True) -> _Segmented:

@@ -21,6 +21,7 @@ COMMANDS = {
     "estimate",
     "probe",
     "resume",
+    "run",
     "plan",
     "train",
     "predict",
