@@ -98,7 +98,9 @@ def _read_leaf(path: str, value: Any, dim: int | None) -> Leaf:
     if isinstance(value, PackedSequence):
         sequences, is_sorted = unpack_sequence(value), value.sorted_indices is None
         steps = len(value.batch_sizes)
-        return Leaf(len(sequences), steps, lambda rows: pack_sequence(_items(sequences, rows), enforce_sorted=is_sorted))
+        return Leaf(
+            len(sequences), steps, lambda rows: pack_sequence(_items(sequences, rows), enforce_sorted=is_sorted)
+        )
     if not isinstance(value, Tensor | np.ndarray):
         raise _refused("Every part of a batch must be one that can be split", f"{path} is a {type(value).__name__}")
     if not value.ndim:

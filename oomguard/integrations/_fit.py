@@ -1,4 +1,4 @@
-"""What the callbacks of training frameworks share: a plan for this process, and batches that run in pieces under a guard."""
+"""What callbacks of training frameworks share: a plan for this process, and batches in pieces under a guard."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +14,7 @@ from oomguard._batch import Rows, map_leaves
 from oomguard._core.units import read_budget
 from oomguard._device.find import Device, open_device
 from oomguard._estimate.malloc import ENVIRONMENT
-from oomguard._guard import DONE, Guard
+from oomguard._guard import DONE, Guard, check_room
 from oomguard._plan.task_value import TaskPlan
 from oomguard._probe.verdict import Verdict, judge
 from oomguard._task.task import Task
@@ -73,6 +73,7 @@ def plan_here(
     budget_bytes, here = read_budget(budget), open_device(device)
     if budget_bytes is None and share > 1:
         budget_bytes = here.budget().limit_bytes // share
+    check_room(here, budget_bytes or here.budget().limit_bytes)
     question |= {"device": device, "threads": torch.get_num_threads()}
     if device == "cpu":
         question["allocator"] = heap_here()

@@ -7,35 +7,27 @@ accumulation, the exchange between processes, clipping, hooks and the update.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from copy import deepcopy
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from oomguard._core.errors import GuardError, MisuseError, check_choice, check_whole
 from oomguard._core.units import MIB, read_budget
 from oomguard._device.find import open_device
-from oomguard._guard import Guard
-from oomguard._guard.events import Event, Events
+from oomguard._guard.events import Event
 from oomguard._guard.ladder import LadderPosition
 from oomguard._plan.task_value import TaskPlan
 from oomguard._rnn.rng import remember_all
-from oomguard._spec.candidate import Candidate
 from oomguard._spec.spec import MAX_BATCH
-from oomguard._step import as_candidate
 from oomguard._task.task import Task
-from oomguard._train.ranks import Ranks
-from oomguard.integrations import _lightning as own
-from oomguard.integrations._fit import detached, in_halves, in_pieces, joined, mean, plan_here, remember_state
+from oomguard.integrations import _lightning_task as own
+from oomguard.integrations._fit import plan_here
+from oomguard.integrations._lightning_steps import Steps
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 EVENTS = "oomguard-events.jsonl"
@@ -71,11 +63,11 @@ class OomGuard(Callback):
     over the microbatches. If memory runs out nevertheless, the batch runs again in smaller ones, in all processes.
 
     `batch` is the number of rows of an update in each process. It sets `batch_size`, if the module or the datamodule
-    has one, and `accumulate_grad_batches` otherwise. With `maximize="batch"`, the loader gets the largest batch that
-    fits in one pass; with both, the largest that divides `batch`, and `accumulate_grad_batches` makes up for it.
-    `allow` takes "precision" (bf16, if it is faster), "microbatch" and "segments", for modules whose gradient these
-    change. `weight(batch)` is the weight of a batch, such as the number of its tokens, if the loss is a mean over
-    something other than rows. `dim` says where batches hold their rows, as for `oomguard.stepper`.
+    makes the loader with one, and `accumulate_grad_batches` otherwise. With `maximize="batch"`, the loader gets the
+    largest batch that fits in one pass; with both, the largest that divides `batch`, and `accumulate_grad_batches`
+    makes up for it. `allow` takes "precision" (bf16, if it is faster), "microbatch" and "segments", for modules whose
+    gradient these change. `weight(batch)` is the weight of a batch, such as the number of its tokens, if the loss is a
+    mean over something other than rows. `dim` says where batches hold their rows, as for `oomguard.stepper`.
 
     `plan` is True, a plan that was made before, or False for a guard with a budget alone. `timeout` limits the search.
     `events` is the file of events, in the log directory unless it is given. After the training, `plan`, `rung`,
@@ -103,13 +95,15 @@ class OomGuard(Callback):
         check_choice("maximize", maximize, ("throughput", "batch"))
         self.budget, self.batch, self.maximize, self.weight, self.dim = budget, batch, maximize, weight, dim
         self.allow = tuple(word for word in allow.split(",") if word) if isinstance(allow, str) else tuple(allow)
+        for word in self.allow:
+            check_choice("allow", word, ("precision", "microbatch", "segments"))
         self.timeout, self.path = timeout, events
         self.plan: TaskPlan | None = plan if isinstance(plan, TaskPlan) else None
         self.peak_bytes = 0
         self.events: list[Event] = []
         self._plans = plan is True
         self._position = LadderPosition()
-        self._steps: _Steps | None = None
+        self._steps: Steps | None = None
 
     @property
     def rung(self) -> int:
@@ -124,8 +118,8 @@ class OomGuard(Callback):
         optimizer = own.check(trainer, pl_module)
         restore_random = remember_all(trainer.strategy.root_device)
         if self.batch is not None and self.maximize == "throughput":
-            self._set_batch(trainer, pl_module, self.batch if own.has_batch_size(trainer, pl_module) else None)
-        if self._plans and not trainer.fast_dev_run:
+            self._set_batch(trainer, pl_module, self.batch if own.takes_batch_size(trainer, pl_module) else None)
+        if self._plans and not getattr(trainer, "fast_dev_run", False):
             self.plan = self._agree_on_plan(trainer, pl_module, optimizer)
             own.package_of(trainer, "utilities.rank_zero").rank_zero_info(f"OomGuard: {self.plan}")
         if self.maximize == "batch" and self.plan is not None:
@@ -133,7 +127,16 @@ class OomGuard(Callback):
             divides = (rows for rows in range(min(most, batch or most), 0, -1) if not (batch or rows) % rows)
             self._set_batch(trainer, pl_module, next(divides))
         restore_random()
-        self._steps = _Steps(self, trainer, pl_module)
+        self._steps = Steps(
+            trainer,
+            pl_module,
+            plan=self.plan,
+            budget_bytes=read_budget(self.budget),
+            position=self._position,
+            path=Path(self.path or Path(trainer.log_dir or trainer.default_root_dir, EVENTS)),
+            weight=self.weight,
+            dim=self.dim,
+        )
         for logger in trainer.loggers:
             logger.log_hyperparams({f"oomguard/{name}": value for name, value in self._knobs().items()})
 
@@ -146,7 +149,7 @@ class OomGuard(Callback):
         before = len(self.events)
         self._read(self._steps)
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
-        if len(self.events) > before or step % max(1, trainer.log_every_n_steps) == 0:
+        if len(self.events) > before or step % (getattr(trainer, "log_every_n_steps", 0) or 1) == 0:
             figures = {"rung": self.rung, "peak_mib": self.peak_bytes / MIB, "events": len(self.events)}
             for logger in trainer.loggers:
                 logger.log_metrics({f"oomguard/{name}": float(value) for name, value in figures.items()}, step=step)
@@ -178,7 +181,7 @@ class OomGuard(Callback):
         """The callback without the training that it is in: a copy guards nothing until it is in one itself."""
         return vars(self) | {"_steps": None}
 
-    def _read(self, steps: "_Steps") -> None:
+    def _read(self, steps: "Steps") -> None:
         """Take over what the guard has done."""
         guard = steps.guard
         self._position = guard.position
@@ -261,201 +264,3 @@ class OomGuard(Callback):
         """Whether fp32 may become bf16. It may not become fp16, which needs a scale that the trainer does not have."""
         precisions = open_device(str(trainer.strategy.root_device)).precisions()
         return "precision" in self.allow and str(trainer.precision) == "32-true" and "bf16" in precisions
-
-
-class _Steps:
-    """The steps of a module during a training: in pieces, inside a guard."""
-
-    def __init__(self, callback: OomGuard, trainer: "Trainer", module: "LightningModule") -> None:
-        device, plan = str(trainer.strategy.root_device), callback.plan
-        self.weight, self.dim, self.trainer = callback.weight, callback.dim, trainer
-        self.events = Events(callback.path or Path(trainer.log_dir or trainer.default_root_dir, EVENTS))
-        self.guard = Guard(
-            plan,
-            budget_bytes=read_budget(callback.budget),
-            device=open_device(device),
-            events=self.events if trainer.is_global_zero else None,
-            position=callback._position if plan is not None else None,
-            agree=Ranks(rank=trainer.global_rank, world=trainer.world_size, device=device).agree,
-        )
-        self.rows = None if plan is None else plan.evaluation_rows  # of a piece in validation
-        # a precision of the trainer is set by Lightning
-        self.way = None if plan is None or str(trainer.precision) != "32-true" else plan.candidate
-        if plan is not None and self.way is None:
-            self.way = msgspec.structs.replace(plan.candidate, precision="fp32")
-        with ExitStack() as stack:
-            stack.enter_context(self.guard)
-            for name, run in (("training_step", self._train), ("validation_step", self._validate)):
-                stack.enter_context(_replaced(module, name, _Step(partial(run, module), getattr(module, name))))
-            if getattr(trainer.precision_plugin, "scaler", None) is None:
-                stack.enter_context(_replaced(trainer.strategy, "optimizer_step", self._update))
-            self.close = stack.pop_all().close
-
-    def _train(self, module: nn.Module, step: Callable[..., Any], batch: Any, *index: Any) -> Any:
-        """Run the forward and the backward passes of a batch, and return a loss that has their gradient."""
-        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-        scale = 1.0 if scaler is None else float(scaler.get_scale())
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        held = _take_gradients(parameters)  # of earlier batches, if Lightning accumulates
-        restore, log = remember_state(module), _Log()
-
-        def undo() -> None:
-            _take_gradients(parameters)
-            restore()
-            log.calls.clear()
-
-        def run(piece: Any, share: float) -> tuple[Any, float]:
-            share = self._share(batch, piece, share)
-            log.shares.append(share)
-            with self._as_planned():
-                output = step(piece, *index)
-            loss = own.loss_in(output)
-            if loss is not None:
-                with torch.autocast(loss.device.type, enabled=False):
-                    (loss * (share * scale)).backward()  # type: ignore[no-untyped-call]
-            return detached(output), share
-
-        with _replaced(module, "log", log.record):
-            results = in_pieces(self.guard, batch, run, undo=undo, dim=self.dim)
-        log.replay(module)
-        given = _take_gradients(parameters)
-        for parameter, gradient in zip(parameters, held, strict=True):
-            parameter.grad = gradient
-        return _returned([result for result in results if own.loss_in(result[0]) is not None], parameters, given, scale)
-
-    def _validate(self, module: nn.Module, step: Callable[..., Any], batch: Any, *index: Any) -> Any:
-        """Run a batch of the validation in pieces of its own size."""
-        restore, log = remember_state(module), _Log()
-
-        def undo() -> None:
-            restore()
-            log.calls.clear()
-
-        def run(piece: Any, share: float) -> tuple[Any, float]:
-            share = self._share(batch, piece, share)
-            log.shares.append(share)
-            return step(piece, *index), share
-
-        with _replaced(module, "log", log.record):
-            results, self.rows = in_halves(self.guard, batch, self.rows, run, undo=undo, dim=self.dim)
-        log.replay(module)
-        return joined([output for output, _ in results], [share for _, share in results])
-
-    def _update(self, optimizer: Optimizer, closure: Callable[[], Any], *more: Any, **others: Any) -> Any:
-        """Run the closure, then the update, which is completed if memory runs out in the middle of it."""
-        loss, results = closure(), list[Any]()
-        strategy = self.trainer.strategy
-
-        def step() -> None:
-            results.append(type(strategy).optimizer_step(strategy, optimizer, lambda: loss, *more, **others))
-
-        self.guard.update(optimizer, step)
-        return results[-1] if results else loss
-
-    def _share(self, batch: Any, piece: Any, share: float) -> float:
-        """The share that a piece has in the loss of the batch."""
-        return share if self.weight is None else float(self.weight(piece)) / (float(self.weight(batch)) or 1.0)
-
-    @contextmanager
-    def _as_planned(self) -> Iterator[None]:
-        """Run a forward pass in the segments and the precision of the plan."""
-        with as_candidate(self.way or Candidate(microbatch=1), self.guard.device.name):
-            yield
-
-
-class _Step:
-    """A function in the place of a step of a module. Copies of the module have the step itself again."""
-
-    def __init__(self, run: Callable[..., Any], step: Callable[..., Any]) -> None:
-        self._run, self.__wrapped__ = run, step
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self._run(self.__wrapped__, *arguments, *named.values())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        return deepcopy(self.__wrapped__, memo)
-
-    @property
-    def __code__(self) -> Any:
-        """The code of the step: by it, Lightning tells whether a module has one."""
-        return self.__wrapped__.__code__  # type: ignore[attr-defined]
-
-
-@contextmanager
-def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """Give an object another method for a while."""
-    before = {name: vars(owner)[name]} if name in vars(owner) else {}
-    vars(owner)[name] = value
-    try:
-        yield
-    finally:
-        del vars(owner)[name]
-        vars(owner).update(before)
-
-
-class _Log:
-    """What a module logs while a batch runs in pieces, to be logged once when all of them are done."""
-
-    def __init__(self) -> None:
-        self.calls: dict[str, tuple[list[Any], tuple[Any, ...], dict[str, Any]]] = {}
-        self.shares: list[float] = []
-
-    def record(self, name: str, value: Any, *positional: Any, **named: Any) -> None:
-        """Take the place of `self.log`."""
-        values, _, before = self.calls.setdefault(name, ([], positional, {}))
-        values.append((detached(value), self.shares[-1]))
-        sizes = {"batch_size": before.get("batch_size", 0) + named["batch_size"]} if named.get("batch_size") else {}
-        before.update(named | sizes)
-
-    def replay(self, module: Any) -> None:
-        """Log every name once, with the value for the whole batch."""
-        for name, (values, positional, named) in self.calls.items():
-            value = _reduced([value for value, _ in values], [share for _, share in values], named.get("reduce_fx", "mean"))
-            module.log(name, value, *positional, **named)
-
-
-def _reduced(values: list[Any], shares: list[float], how: Any) -> Any:
-    """One value of several pieces, as Lightning would reduce them. A metric has seen all pieces itself."""
-    if isinstance(values[0], Mapping):
-        return {key: _reduced([value[key] for value in values], shares, how) for key in values[0]}
-    if len(values) == 1 or not isinstance(values[0], Tensor | int | float):
-        return values[-1]
-    simple = {"sum": sum, "max": max, "min": min}.get(getattr(how, "__name__", how))
-    return mean(values, shares) if simple is None else simple(values)
-
-
-def _take_gradients(parameters: list[nn.Parameter]) -> list[Tensor | None]:
-    """The gradients of parameters, which have none then."""
-    gradients = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    return gradients
-
-
-def _returned(
-    results: list[tuple[Any, float]], parameters: list[nn.Parameter], gradients: list[Tensor | None], scale: float
-) -> Any:
-    """What the training step returns for the whole batch; None if all pieces were skipped."""
-    if not results:
-        return None
-    outputs, shares = [output for output, _ in results], [share for _, share in results]
-    total = torch.stack([own.loss_in(output) * share for output, share in results]).sum()
-    trained = [parameter for parameter, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
-    loss = _Given.apply(total, [gradient for gradient in gradients if gradient is not None], scale, *trained)
-    gradients.clear()
-    return joined(outputs, shares) | {"loss": loss} if isinstance(outputs[0], Mapping) else loss
-
-
-class _Given(torch.autograd.Function):
-    """A loss whose gradient, times a scale, is known already."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], scale: float, *parameters: Tensor) -> Tensor:
-        ctx.gradients, ctx.scale = gradients, scale
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> Any:
-        gradients, ctx.gradients = ctx.gradients, None
-        factor = upstream[0] / ctx.scale
-        return None, None, None, *[gradient.mul_(factor.to(gradient)) for gradient in gradients]

@@ -6,7 +6,7 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -63,7 +63,7 @@ def optimizer_of(parameters: Any) -> Optimizer:
 
 def loss_of(model: TrainedModule, batch: Batch, weight: Weight | None = None) -> Any:
     """The loss that the training step returns for a batch; with a weight, the sum and the weight."""
-    module = model.module
+    module: Any = model.module
     vars(module).update(_trainer=model.trainer, log=_ignore, log_dict=_ignore)
     loss = loss_in(run_step(module.training_step, batch))
     return loss if weight is None else (loss * weight(batch), weight(batch))
@@ -75,7 +75,7 @@ def run_step(step: Callable[..., Any], batch: Batch) -> Any:
     return step(batch, 0) if takes_index else step(batch)
 
 
-def loss_in(output: Any) -> Tensor | None:
+def loss_in(output: Any) -> Any:
     """The loss in what a training step returned; None if it skips the batch."""
     return output["loss"] if isinstance(output, Mapping) else output
 
@@ -104,7 +104,9 @@ def check(trainer: "Trainer", module: "LightningModule") -> Optimizer:
         raise MisuseError(rule="OomGuard knows the memory of CPUs and CUDA cards", got=got, advice=advice)
     if overrides(module, "backward"):
         advice = "Leave one of the two out."
-        raise MisuseError(rule="OomGuard runs the backward pass itself", got=f"{name} has its own backward", advice=advice)
+        raise MisuseError(
+            rule="OomGuard runs the backward pass itself", got=f"{name} has its own backward", advice=advice
+        )
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         got, advice = "training_step takes dataloader_iter", "Write training_step(self, batch, batch_idx)."
         raise MisuseError(rule="OomGuard needs the batch to run it in pieces", got=got, advice=advice)
@@ -139,7 +141,8 @@ def rows_of(trainer: "Trainer") -> int | None:
 def data_of(trainer: "Trainer", module: "LightningModule", dim: object) -> tuple[dict[str, Any], int, int | None]:
     """The data of the task, the rows of a batch, and its time steps if samples have no indices."""
     loader: Any = source_of(trainer).dataloader()
-    places = [place for place in (module, trainer.datamodule) if place is not None]
+    datamodule: Any = vars(trainer).get("datamodule")
+    places = [place for place in (module, datamodule) if place is not None]
     changed = any(overrides(place, name) for place in places for name in TRANSFER)
     if not changed and isinstance(loader, DataLoader) and loader.batch_size is not None and _is_indexed(loader):
         return {"data": loader}, loader.batch_size, None
@@ -171,9 +174,9 @@ def _largest_of(trainer: "Trainer", loader: Any) -> Batch:
 
 def set_rows(trainer: "Trainer", module: "LightningModule", rows: int) -> None:
     """Let the training loader make batches of so many rows: by `batch_size` of the module, or by another loader."""
-    parsing, source = package_of(trainer, "utilities.parsing"), source_of(trainer)
-    if parsing.lightning_hasattr(module, "batch_size"):
-        parsing.lightning_setattr(module, "batch_size", rows)
+    source = source_of(trainer)
+    if takes_batch_size(trainer, module):
+        package_of(trainer, "utilities.parsing").lightning_setattr(module, "batch_size", rows)
     elif not source.is_module() and isinstance(source.instance, DataLoader) and source.instance.batch_size is not None:
         source.instance = _resized(source.instance, rows)
     if rows_of(trainer) != rows:
@@ -186,12 +189,14 @@ def set_rows(trainer: "Trainer", module: "LightningModule", rows: int) -> None:
 
 def _resized(loader: "DataLoader[Any]", rows: int) -> "DataLoader[Any]":
     """The same loader with other rows."""
-    same = {name: getattr(loader, name) for name in ("num_workers", "collate_fn", "pin_memory", "timeout")}
-    same |= {name: getattr(loader, name) for name in ("worker_init_fn", "generator", "persistent_workers", "drop_last")}
-    sampler = {} if loader.batch_sampler is None or not _is_indexed(loader) else {"sampler": loader.sampler}
-    return DataLoader(loader.dataset, batch_size=rows, prefetch_factor=loader.prefetch_factor, **sampler, **same)
+    names = ("num_workers", "collate_fn", "pin_memory", "timeout", "drop_last", "worker_init_fn", "generator")
+    same: dict[str, Any] = {name: getattr(loader, name) for name in (*names, "persistent_workers", "prefetch_factor")}
+    if _is_indexed(loader):
+        same["sampler"] = loader.sampler
+    return DataLoader(loader.dataset, batch_size=rows, **same)
 
 
-def has_batch_size(trainer: "Trainer", module: "LightningModule") -> bool:
-    """Whether the module, its hyperparameters or the datamodule have a `batch_size`."""
-    return bool(package_of(trainer, "utilities.parsing").lightning_hasattr(module, "batch_size"))
+def takes_batch_size(trainer: "Trainer", module: "LightningModule") -> bool:
+    """Whether the loader is made by a module or a datamodule that has a `batch_size`."""
+    parsing = package_of(trainer, "utilities.parsing")
+    return bool(source_of(trainer).is_module() and parsing.lightning_hasattr(module, "batch_size"))
