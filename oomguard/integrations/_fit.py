@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from oomguard._api.plan import find_feasible_config
 from oomguard._batch import Rows, map_leaves
@@ -24,6 +25,22 @@ LOOKED_AT = 8
 Batch = Any  # whatever a loader returns: tensors, nested as the user likes
 Result = TypeVar("Result")
 Restore = Callable[[], None]
+
+
+class Parameters(Iterator[nn.Parameter]):
+    """The parameters of a model, which know it: a task gives its optimizer the parameters of a copy of the model."""
+
+    def __init__(self, owner: nn.Module, parameters: Iterator[nn.Parameter]) -> None:
+        self.owner, self._parameters = owner, parameters
+
+    def __next__(self) -> nn.Parameter:
+        return next(self._parameters)
+
+
+def optimizer_of(parameters: Any) -> Optimizer:
+    """The optimizer of the model that the parameters are of, which it has as an attribute."""
+    optimizer: Optimizer = parameters.owner.optimizer
+    return optimizer
 
 
 class BatchOfRows:

@@ -11,6 +11,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import default_collate
 
 from oomguard._device.find import open_device
 from oomguard._guard import Guard
@@ -66,7 +67,7 @@ class Steps:
 
     def _train(self, module: nn.Module, step: Callable[..., Any], batch: Any, *index: Any) -> Any:
         """Run the forward and the backward passes of a batch, and return a loss that has their gradient."""
-        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        batch, scaler = self._parts(batch), getattr(self.trainer.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else float(scaler.get_scale())
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         held = _take_gradients(parameters)  # of earlier batches, if Lightning accumulates
@@ -98,7 +99,7 @@ class Steps:
 
     def _validate(self, module: nn.Module, step: Callable[..., Any], batch: Any, *index: Any) -> Any:
         """Run a batch of the validation in pieces of its own size."""
-        restore, log = remember_state(module), _Log()
+        batch, restore, log = self._parts(batch), remember_state(module), _Log()
 
         def undo() -> None:
             restore()
@@ -124,6 +125,11 @@ class Steps:
 
         self.guard.update(optimizer, step)
         return results[-1] if results else loss
+
+    def _parts(self, batch: Any) -> Any:
+        """A batch that PyTorch collated: its list of inputs and targets must not be taken for a list of sequences."""
+        collate = getattr(self.trainer.train_dataloader, "collate_fn", None)
+        return tuple(batch) if isinstance(batch, list) and collate is default_collate else batch
 
     def _share(self, batch: Any, piece: Any, share: float) -> float:
         """The share that a piece has in the loss of the batch."""

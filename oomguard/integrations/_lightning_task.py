@@ -15,7 +15,7 @@ from oomguard._core.errors import MisuseError, shown
 from oomguard._step import check_optimizer
 from oomguard._task.layout import mapped, tensors_of
 from oomguard._task.task import Task
-from oomguard.integrations._fit import Batch, BatchOfRows, largest_batch
+from oomguard.integrations._fit import Batch, BatchOfRows, Parameters, largest_batch
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -31,16 +31,6 @@ _PROPERTIES = (
 _STATES = {"training": True, "validating": False, "testing": False, "sanity_checking": False, "logger": None}
 
 
-class _Parameters(Iterator[nn.Parameter]):
-    """The parameters of a module, which know it: a task gives its optimizer the parameters of a copy of the model."""
-
-    def __init__(self, owner: "TrainedModule") -> None:
-        self.owner, self._parameters = owner, owner.module.parameters()
-
-    def __next__(self) -> nn.Parameter:
-        return next(self._parameters)
-
-
 class TrainedModule(nn.Module):
     """A LightningModule with its optimizer, so that copies have both, and with what it may ask its trainer."""
 
@@ -52,13 +42,7 @@ class TrainedModule(nn.Module):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The parameters of the module."""
-        return _Parameters(self)
-
-
-def optimizer_of(parameters: Any) -> Optimizer:
-    """The optimizer of the module that the parameters are of."""
-    optimizer: Optimizer = parameters.owner.optimizer
-    return optimizer
+        return Parameters(self, super().parameters(recurse))
 
 
 def loss_of(model: TrainedModule, batch: Batch, weight: Weight | None = None) -> Any:

@@ -26,7 +26,7 @@ from oomguard._rnn.rng import remember_all
 from oomguard._spec.spec import MAX_BATCH
 from oomguard._task.task import Task
 from oomguard.integrations import _lightning_task as own
-from oomguard.integrations._fit import plan_here
+from oomguard.integrations._fit import optimizer_of, plan_here
 from oomguard.integrations._lightning_steps import Steps
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -238,7 +238,7 @@ class OomGuard(Callback):
         task = Task(
             model=own.TrainedModule(module, optimizer, trainer),
             loss=partial(own.loss_of, weight=self.weight),
-            optimizer=own.optimizer_of,
+            optimizer=optimizer_of,
             **data,
         )
         mixed = {"bf16-mixed": "bf16", "16-mixed": "fp16"}.get(str(trainer.precision))
