@@ -37,6 +37,7 @@ LAYERS = [
     ("_train", "loop, checkpoints, metrics, predictions"),
     ("_report", "everything that shows: text, tables, charts, pages"),
     ("_api", "the public functions, and their arguments"),
+    ("integrations", "callbacks for other packages"),
     ("_cli", "commands, flags, messages"),
 ]
 """The packages in import order: each may import only those before it."""

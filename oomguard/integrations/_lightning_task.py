@@ -26,9 +26,13 @@ TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_ba
 _PROPERTIES = (
     *("current_epoch", "global_step", "max_epochs", "max_steps", "min_epochs", "global_rank", "local_rank"),
     *("world_size", "accumulate_grad_batches", "log_every_n_steps", "precision", "default_root_dir", "fast_dev_run"),
+    *("limit_train_batches", "limit_val_batches", "state"),
 )
 """Plain properties of a trainer that a training step may read. In a child, they are those before the training."""
-_STATES = {"training": True, "validating": False, "testing": False, "sanity_checking": False, "logger": None}
+_STATES = {
+    **{"training": True, "validating": False, "testing": False, "predicting": False, "sanity_checking": False},
+    **{"logger": None, "loggers": [], "callbacks": [], "num_training_batches": float("inf")},
+}
 
 
 class TrainedModule(nn.Module):
@@ -37,7 +41,9 @@ class TrainedModule(nn.Module):
     def __init__(self, module: nn.Module, optimizer: Optimizer, trainer: "Trainer") -> None:
         super().__init__()
         self.module, self.optimizer = module, optimizer
-        self.trainer = SimpleNamespace(**{name: getattr(trainer, name) for name in _PROPERTIES}, **_STATES)
+        known = {name: getattr(trainer, name, None) for name in _PROPERTIES}
+        strategy = SimpleNamespace(root_device=trainer.strategy.root_device)
+        self.trainer = SimpleNamespace(**known, **_STATES, strategy=strategy)
         self.__module__, self.__qualname__ = type(module).__module__, type(module).__qualname__  # the name of the task
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
