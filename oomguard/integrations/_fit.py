@@ -12,12 +12,14 @@ from torch.optim import Optimizer
 
 from oomguard._api.plan import find_feasible_config
 from oomguard._batch import Rows, map_leaves
+from oomguard._core.errors import MisuseError
 from oomguard._core.units import read_budget
 from oomguard._device.find import Device, open_device
 from oomguard._estimate.malloc import ENVIRONMENT
-from oomguard._guard import DONE, Guard, check_room
+from oomguard._guard import DONE, Guard, check_room, layout_of
 from oomguard._plan.task_value import TaskPlan
 from oomguard._probe.verdict import Verdict, judge
+from oomguard._task.layout import count_rows, split
 from oomguard._task.task import Task
 
 LOOKED_AT = 8
@@ -144,21 +146,33 @@ def in_halves(
     """
     while True:
         try:
-            if rows is None:
-                return [run(batch, 1.0)], None
-            found = Rows(batch, dim)
-            starts = range(0, found.count, rows)
-            shares = [min(rows, found.count - start) / found.count for start in starts]
-            pieces = (found.take(slice(start, start + rows)) for start in starts)
-            return [run(piece, share) for piece, share in zip(pieces, shares, strict=True)], rows
+            pieces = [(batch, 1.0)] if rows is None else _evaluated(guard, batch, rows, dim)
+            return [run(piece, share) for piece, share in pieces], rows
         except Exception as error:
-            if judge(error) is not Verdict.OOM or rows == 1:
+            if judge(error) is not Verdict.OOM:
+                raise
+            count = round(1 / min(share for _, share in _evaluated(guard, batch, 1, dim)))
+            if min(rows or count, count) == 1:
                 raise
             message = str(error).strip().partition("\n")[0][:300]
         undo()  # only now, after the except block, no traceback holds the tensors of the failed attempt any more
         guard.device.release()
-        rows = -(-(rows or Rows(batch, dim).count) // 2)
+        rows = -(-min(rows or count, count) // 2)
         guard.tell("evaluation", message, rows=rows)
+
+
+def _evaluated(guard: Guard, batch: Batch, rows: int, dim: object) -> list[tuple[Batch, float]]:
+    """The pieces of a batch of an evaluation, with their shares; the whole batch if nothing tells how it is split."""
+    try:
+        if isinstance(guard.plan, TaskPlan) and guard.plan.layout and dim == 0:
+            layout = layout_of(guard.plan.layout)
+            pieces, total = split(batch, layout, rows), count_rows(batch, layout)
+            return [(piece, count_rows(piece, layout) / total) for piece in pieces]
+        found = Rows(batch, dim)
+    except (MisuseError, LookupError, AttributeError):  # it has another form than the batches of the training
+        return [(batch, 1.0)]
+    starts = range(0, found.count, rows)
+    return [(found.take(slice(i, i + rows)), min(rows, found.count - i) / found.count) for i in starts]
 
 
 _OF_MODULES = frozenset(vars(nn.Module()))

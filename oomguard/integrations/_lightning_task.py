@@ -29,7 +29,7 @@ _PROPERTIES = (
     *("limit_train_batches", "limit_val_batches", "state"),
 )
 """Plain properties of a trainer that a training step may read. In a child, they are those before the training."""
-_STATES = {
+_STATES: dict[str, Any] = {
     **{"training": True, "validating": False, "testing": False, "predicting": False, "sanity_checking": False},
     **{"logger": None, "loggers": [], "callbacks": [], "num_training_batches": float("inf")},
 }
