@@ -1,11 +1,11 @@
-"""Claim: with two changed lines, models of four forecasting packages get at least 90 % of their largest batch, and no OOM.
+"""Claim: two changed lines give models of four forecasting packages at least 90 % of their largest batch, and no OOM.
 
     python benchmarks/lightning_batches_are_found.py [CASES] [--smoke]
 
 The cases are scripts as users of darts, pytorch-forecasting, neuralforecast and GluonTS write them, and of Lightning
-alone (`--smoke` runs that one with few steps and claims nothing). Lines that end with "# oomguard" are the changed ones.
-The budget is what a training of two rows peaks at, and some room. Each training is a process of its own with the heap
-setting `tight` and one thread:
+alone (`--smoke` runs that one with few steps and claims nothing). Changed lines end with "# oomguard". The budget is
+what a training of two rows peaks at, and some room. Each training is a process of its own with the heap setting `tight`
+and one thread:
 
 - oomguard, with `maximize="batch"`: the batch that it finds, in child processes, and the training with that batch. The
   loader of GluonTS cannot be resized from outside, so a second script trains with the batch that was found;
@@ -32,8 +32,8 @@ from results import print_row, publish
 from oomguard._core.units import MIB
 
 ROOM, WIDE_ROOM = 120 * MIB, 480 * MIB
-"""What the budget leaves beside a training of two rows: room for 50 to 150 rows. A row of neuralforecast is a series with
-all of its windows, and needs the wide one."""
+"""What the budget leaves beside a training of two rows: room for 50 to 150 rows. A row of neuralforecast is a series
+with all of its windows, and needs the wide one."""
 STEPS, SMOKE_STEPS = 200, 40
 MIN_SHARE, MAX_LINES = 0.90, 2
 SECONDS = 900.0  # time limit of a process

@@ -60,7 +60,7 @@ def train(args: argparse.Namespace) -> list[float]:
         max_epochs=args.epochs,
         callbacks=[
             losses,
-            OomGuard(args.budget, timeout="3min"),  # oomguard
+            OomGuard(args.budget),  # oomguard
         ],
         logger=False,
         enable_checkpointing=False,

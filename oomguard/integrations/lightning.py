@@ -87,7 +87,7 @@ class OomGuard(Callback):
         weight: own.Weight | None = None,
         dim: object = 0,
         plan: TaskPlan | bool = True,
-        timeout: float | str = 55.0,
+        timeout: float | str = 120.0,
         events: str | None = None,
     ) -> None:
         read_budget(budget)

@@ -73,7 +73,7 @@ class OomGuard(Callback):  # type: ignore[misc]
         weight: Callable[[Batch], Any] | None = None,
         dim: object = 0,
         plan: TaskPlan | bool = True,
-        timeout: float | str = 55.0,
+        timeout: float | str = 120.0,
         events: str | None = None,
     ) -> None:
         self.budget, self.allow, self.weight, self.dim = budget, allow, weight, dim
