@@ -41,6 +41,8 @@ LAYERS = [
     ("_cli", "commands, flags, messages"),
 ]
 """The packages in import order: each may import only those before it."""
+INTEGRATIONS = ("oomguard.integrations.lightning.OomGuard", "oomguard.integrations.skorch.OomGuard")
+"""Public names of modules that are imported by themselves."""
 WITHOUT_TORCH = ("_core", "_spec", "_estimate")
 
 
@@ -113,6 +115,9 @@ def python_page() -> str:
         for name in members:
             path = f"{values[name].__module__}.{values[name].__qualname__}"
             parts.append(f"::: {path}\n    options:\n      heading: oomguard.{name}\n      toc_label: oomguard.{name}")
+    parts.append("## Integrations")
+    for path in INTEGRATIONS:
+        parts.append(f"::: {path}\n    options:\n      heading: {path}\n      toc_label: {path}")
     return "\n\n".join(parts) + "\n"
 
 
