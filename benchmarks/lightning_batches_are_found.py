@@ -177,9 +177,11 @@ def run(tool: str, name: str, steps: int, rows: int, budget_bytes: int = 0) -> d
     return answer | {"seconds": time.monotonic() - began}
 
 
-def largest(name: str, steps: int, budget_bytes: int, guess: int) -> tuple[int, int]:
-    """Search the largest batch whose training peaks within the budget, from a guess. Return it and the trainings."""
-    peaks: dict[int, int] = {}
+def largest(name: str, steps: int, budget_bytes: int, guess: int, peaks: dict[int, int]) -> tuple[int, int]:
+    """Search the largest batch whose training peaks within the budget, from a guess and known peaks by batch.
+
+    Return it and the number of trainings.
+    """
 
     def fits(rows: int) -> bool:
         if rows not in peaks:
@@ -188,15 +190,11 @@ def largest(name: str, steps: int, budget_bytes: int, guess: int) -> tuple[int, 
             peaks[rows] = answer["peak_bytes"]
         return peaks[rows] <= budget_bytes
 
-    low, high = (guess, 2 * guess) if fits(guess) else (1, guess)
+    low, high = (guess, 2 * guess) if fits(guess) else (2, guess)
     while high - low > max(1, low // 50):  # to 2 %
-        near = sorted(peaks)[:1] + sorted(peaks)[-1:]
-        middle = (low + high) // 2
-        if len(peaks) > 1 and peaks[near[1]] > peaks[near[0]]:  # peaks are nearly a line in the rows
-            slope = (peaks[near[1]] - peaks[near[0]]) / (near[1] - near[0])
-            middle = int(near[0] + (budget_bytes - peaks[near[0]]) / slope)
-        else:
-            middle = min(middle, low + max(1, low // 10))
+        ends = min(peaks), max(peaks)
+        slope = (peaks[ends[1]] - peaks[ends[0]]) / (ends[1] - ends[0])  # peaks are nearly a line in the rows
+        middle = int(ends[0] + (budget_bytes - peaks[ends[0]]) / max(1.0, slope))
         step = max(1, low // 50)
         middle = min(max(middle, low + step), high - 1)
         low, high = (middle, high) if fits(middle) else (low, middle)
@@ -214,7 +212,7 @@ def run_case(name: str, steps: int, *, rivals: bool) -> dict[str, Any]:
         again = run("guarded", name, steps, own["found"], budget_bytes)
         own |= {key: again[key] for key in ("peak_bytes", "events")} | {"ooms": own["ooms"] + (again["ooms"] or 0)}
     own["lines"] = sum(line.endswith("# oomguard") for line in SCRIPTS[name].splitlines())
-    maximum, trainings = largest(name, steps, budget_bytes, own["found"])
+    maximum, trainings = largest(name, steps, budget_bytes, own["found"], {2: two["peak_bytes"]})
     case = {"case": name, "budget_bytes": budget_bytes, "maximum": maximum, "trainings": trainings, "oomguard": own}
     if rivals:
         case["BatchSizeFinder"] = run("finder", name, steps, 2, budget_bytes)

@@ -116,8 +116,7 @@ def python_page() -> str:
             path = f"{values[name].__module__}.{values[name].__qualname__}"
             parts.append(f"::: {path}\n    options:\n      heading: oomguard.{name}\n      toc_label: oomguard.{name}")
     parts.append("## Integrations")
-    for path in INTEGRATIONS:
-        parts.append(f"::: {path}\n    options:\n      heading: {path}\n      toc_label: {path}")
+    parts += [f"::: {path}\n    options:\n      heading: {path}\n      toc_label: {path}" for path in INTEGRATIONS]
     return "\n\n".join(parts) + "\n"
 
 
