@@ -23,7 +23,7 @@ from oomguard._guard.events import Event
 from oomguard._guard.ladder import LadderPosition
 from oomguard._plan.task_value import TaskPlan
 from oomguard._rnn.rng import remember_all
-from oomguard._spec.spec import MAX_BATCH
+from oomguard._spec.spec import MAX_BATCH, MAX_SEQ
 from oomguard._task.task import Task
 from oomguard.integrations import _lightning_task as own
 from oomguard.integrations._fit import optimizer_of, plan_here
@@ -69,7 +69,8 @@ class OomGuard(Callback):
     gradient these change. `weight(batch)` is the weight of a batch, such as the number of its tokens, if the loss is a
     mean over something other than rows. `dim` says where batches hold their rows, as for `oomguard.stepper`.
 
-    `plan` is True, a plan that was made before, or False for a guard with a budget alone. `timeout` limits the search.
+    `segments` is the number of segments of recurrent calls, if it is not to be planned; 1 runs them as they are. `plan`
+    is True, a plan that was made before, or False for a guard with a budget alone. `timeout` limits the search.
     `events` is the file of events, in the log directory unless it is given. After the training, `plan`, `rung`,
     `peak_bytes` and `events` tell what happened.
 
@@ -86,14 +87,17 @@ class OomGuard(Callback):
         allow: str | tuple[str, ...] = (),
         weight: own.Weight | None = None,
         dim: object = 0,
+        segments: int | None = None,
         plan: TaskPlan | bool = True,
         timeout: float | str = 120.0,
         events: str | None = None,
     ) -> None:
         read_budget(budget)
         check_whole("batch", batch, 1, MAX_BATCH)
+        check_whole("segments", segments, 1, MAX_SEQ)
         check_choice("maximize", maximize, ("throughput", "batch"))
         self.budget, self.batch, self.maximize, self.weight, self.dim = budget, batch, maximize, weight, dim
+        self.segments = segments
         self.allow = tuple(word for word in allow.split(",") if word) if isinstance(allow, str) else tuple(allow)
         for word in self.allow:
             check_choice("allow", word, ("precision", "microbatch", "segments"))
@@ -257,6 +261,7 @@ class OomGuard(Callback):
             maximize=self.maximize,
             allow=[*lossy, *(word for word in self.allow if word != "precision")] or "none",
             precision=mixed,
+            segments=self.segments,
             batch=None if self.maximize == "batch" else rows,
         )
 
