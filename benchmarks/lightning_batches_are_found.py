@@ -3,12 +3,13 @@
     python benchmarks/lightning_batches_are_found.py [CASES] [--smoke]
 
 The cases are scripts as users of darts, pytorch-forecasting, neuralforecast and GluonTS write them (`--smoke` runs one
-of Lightning alone with few steps, and claims nothing). Changed lines end with "# oomguard". The budget is
-what a training of two rows peaks at, and some room. Each training is a process of its own with the heap setting `tight`
-and one thread:
+of Lightning alone with few steps, and claims nothing). Changed lines end with "# oomguard". The budget is what a
+training of two rows peaks at, and some room. Each training is a process of its own with the heap setting `tight` and
+one thread:
 
-- oomguard, with `maximize="batch"` and without segments, with which it would find far larger ones: the batch, in child processes, and the training with that batch. The
-  loader of GluonTS cannot be resized from outside, so a second script trains with the batch that was found;
+- oomguard, with `maximize="batch"`: the batch that it finds, in child processes, and the training with that batch. It
+  gets `segments=1`, since with segments it finds far larger batches than any other tool can. The loader of GluonTS
+  cannot be resized from outside, so a second script trains with the batch that was found;
 - the true maximum: the largest batch whose training, without the callback, peaks within the budget;
 - Lightning's BatchSizeFinder in the place of the callback, where allocations fail beyond the budget.
 

@@ -56,7 +56,8 @@ class OomGuard(Callback):  # type: ignore[misc]
     memory runs out nevertheless, the batch runs again in smaller microbatches.
 
     `allow` takes "microbatch" and "segments", for nets whose gradient these change. `weight(batch)` is the weight of a
-    batch if the loss is a mean over something other than rows. `plan` is True, a plan that was made before, or False
+    batch if the loss is a mean over something other than rows. `segments` is the number of segments of recurrent calls,
+    if it is not to be planned. `plan` is True, a plan that was made before, or False
     for a guard with a budget alone. `timeout` limits the search. `events` is a file of events.
 
     The history of the net gets `oomguard_rung`, `oomguard_peak_mib` and `oomguard_events` of every epoch. After the
@@ -72,12 +73,13 @@ class OomGuard(Callback):  # type: ignore[misc]
         allow: str | tuple[str, ...] = "none",
         weight: Callable[[Batch], Any] | None = None,
         dim: object = 0,
+        segments: int | None = None,
         plan: TaskPlan | bool = True,
         timeout: float | str = 120.0,
         events: str | None = None,
     ) -> None:
         self.budget, self.allow, self.weight, self.dim = budget, allow, weight, dim
-        self.plan, self.timeout, self.events = plan, timeout, events
+        self.segments, self.plan, self.timeout, self.events = segments, plan, timeout, events
         self.guard_: Guard | None = None
 
     def initialize(self) -> "OomGuard":
@@ -150,8 +152,15 @@ class OomGuard(Callback):  # type: ignore[misc]
         loader = net.get_iterator(dataset, training=True)
         loss = partial(loss_of, weight=self.weight)
         task = Task(model=TrainedNet(net), loss=loss, optimizer=optimizer_of, data=loader)
-        allow, budget = self.allow, self.budget
-        return plan_here(task, str(net.device), budget, module=net.module_, allow=allow, timeout=self.timeout)
+        return plan_here(
+            task,
+            str(net.device),
+            self.budget,
+            module=net.module_,
+            allow=self.allow,
+            segments=self.segments,
+            timeout=self.timeout,
+        )
 
     def _train(self, net: NeuralNet, step: Callable[..., Any], batch: Any, **parameters: Any) -> dict[str, Any]:
         """Run the forward and the backward passes of a batch, whose gradients add up."""

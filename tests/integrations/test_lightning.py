@@ -525,7 +525,9 @@ def test_what_cannot_run_in_pieces_is_refused_before_the_training() -> None:
     assert "dataloader_iter" in refused(made(Iterates))
 
 
-@pytest.mark.parametrize("wrong", [{"budget": "many"}, {"batch": 0}, {"maximize": "seq"}, {"allow": "everything"}])
+@pytest.mark.parametrize(
+    "wrong", [{"budget": "many"}, {"batch": 0}, {"maximize": "seq"}, {"allow": "everything"}, {"segments": 0}]
+)
 def test_wrong_arguments_are_told_at_once(wrong: dict[str, Any]) -> None:
     with pytest.raises(oomguard.MisuseError):
         OomGuard(**wrong)
