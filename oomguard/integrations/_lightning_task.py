@@ -6,6 +6,7 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -55,6 +56,9 @@ def loss_of(model: TrainedModule, batch: Batch, weight: Weight | None = None) ->
     """The loss that the training step returns for a batch; with a weight, the sum and the weight."""
     module: Any = model.module
     vars(module).update(_trainer=model.trainer, log=_ignore, log_dict=_ignore)
+    if str(model.trainer.precision).endswith("-true"):  # Lightning converts the inputs to the precision of the weights
+        kind = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+        batch = mapped(lambda tensor: tensor.to(kind) if tensor.is_floating_point() else tensor, batch)
     loss = loss_in(run_step(module.training_step, batch))
     return loss if weight is None else (loss * weight(batch), weight(batch))
 

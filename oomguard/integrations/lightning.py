@@ -151,9 +151,10 @@ class OomGuard(Callback):
         if self._steps is None:
             return
         before = len(self.events)
-        self._read(self._steps)
+        self._follow(self._steps)
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
         if len(self.events) > before or step % (getattr(trainer, "log_every_n_steps", 0) or 1) == 0:
+            self._measure(self._steps)
             figures = {"rung": self.rung, "peak_mib": self.peak_bytes / MIB, "events": len(self.events)}
             for logger in trainer.loggers:
                 logger.log_metrics({f"oomguard/{name}": float(value) for name, value in figures.items()}, step=step)
@@ -185,17 +186,21 @@ class OomGuard(Callback):
         """The callback without the training that it is in: a copy guards nothing until it is in one itself."""
         return vars(self) | {"_steps": None}
 
-    def _read(self, steps: "Steps") -> None:
+    def _follow(self, steps: Steps) -> None:
         """Take over what the guard has done."""
-        guard = steps.guard
-        self._position = guard.position
+        self._position = steps.guard.position
         self.events += steps.events.take_new()
+
+    def _measure(self, steps: Steps) -> None:
+        """Take over the peak. On the CPU, it is read from files of the kernel, which takes milliseconds."""
+        guard = steps.guard
         self.peak_bytes = max(self.peak_bytes, guard.watch.peak_bytes, guard.device.reading().peak_bytes)
 
     def _close(self) -> None:
         steps, self._steps = self._steps, None
         if steps is not None:
-            self._read(steps)
+            self._follow(steps)
+            self._measure(steps)
             steps.close()
 
     def _knobs(self) -> dict[str, Any]:

@@ -27,9 +27,14 @@ import oomguard
 from oomguard._device.cpu import Cpu
 from oomguard._plan.task_value import TaskPlan
 from oomguard.integrations import _lightning_task as own
+from oomguard.integrations._fit import optimizer_of
+from oomguard.integrations._lightning_steps import _Given
 from oomguard.integrations.lightning import OomGuard
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning warns of few workers, few batches and missing loggers
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # Lightning warns of few workers, few batches and missing loggers
+    pytest.mark.timeout(300),  # a plan starts processes that import PyTorch and both packages
+]
 ROWS, STEPS = 16, 12
 QUIET = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger"), False)
 SAME: Any = {"rel": 1e-5, "abs": 1e-7}
@@ -124,7 +129,7 @@ def plan() -> TaskPlan:
     task = oomguard.Task(
         model=lambda: nn.GRU(3, 6, batch_first=True), loss=lambda model, batch: model(batch[0])[0].mean(), data=loader()
     )
-    named = oomguard.find_feasible_config(task, device="t4", batch=ROWS, microbatch=6, progress=False)
+    named = oomguard.find_feasible_config(task, device="t4", batch=ROWS, microbatch=6, timeout=200, progress=False)
     where = replace(named.where, device="cpu")
     return replace(named, where=where, budget_bytes=8 << 30, asked_budget_bytes=8 << 30, evaluation_rows=7)
 
@@ -173,6 +178,17 @@ def test_accumulation_and_clipping_are_lightnings_own(plan: TaskPlan) -> None:
     fit(unclipped, accumulate_grad_batches=2)
     assert weights(ours) == pytest.approx(weights(plain), **SAME)
     assert weights(ours) != pytest.approx(weights(unclipped), **SAME)
+
+
+def test_a_known_gradient_is_handed_over_without_a_copy() -> None:
+    parameter, gradient = nn.Parameter(torch.zeros(1000)), torch.ones(1000)
+    place, known = gradient.data_ptr(), _Given
+    loss = known.apply(torch.zeros(()), [gradient], 2.0, parameter)  # type: ignore[no-untyped-call]
+    del gradient
+    (4 * loss).backward()
+    assert parameter.grad is not None
+    assert parameter.grad.data_ptr() == place
+    assert parameter.grad.tolist() == [2.0] * 1000
 
 
 def test_a_weight_makes_pieces_of_unequal_weight_exact(plan: TaskPlan) -> None:
@@ -391,6 +407,34 @@ def test_batches_are_those_that_the_step_gets_after_the_hooks_of_their_transfer(
     assert data["batch"](3, 1)[0].dtype == torch.float64
 
 
+@pytest.mark.parametrize(("precision", "kind"), [("64-true", torch.float64), ("bf16-true", torch.bfloat16)])
+def test_the_task_of_a_module_gets_its_inputs_in_the_precision_of_the_trainer(precision: Any, kind: Any) -> None:
+    losses: list[Tensor] = []
+
+    class Looks(lightning.pytorch.Callback):
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            model = own.TrainedModule(pl_module, trainer.optimizers[0], trainer)
+            losses.append(own.loss_of(copy.deepcopy(model), next(iter(loader()))))
+
+    fit(made(), Looks(), max_epochs=0, precision=precision)
+    assert losses[0].dtype == kind
+
+
+def test_a_copy_of_the_task_of_a_module_has_the_optimizer_of_its_own_parameters() -> None:
+    found: list[Any] = []
+
+    class Looks(lightning.pytorch.Callback):
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            found.append(copy.deepcopy(own.TrainedModule(pl_module, trainer.optimizers[0], trainer)))
+
+    fit(made(), Looks(), max_epochs=0)
+    parameters = [*found[0].parameters()]
+    assert all(
+        one is other for one, other in zip(parameters, found[0].optimizer.param_groups[0]["params"], strict=True)
+    )
+    assert optimizer_of(found[0].parameters()) is found[0].optimizer
+
+
 # ---- plans
 
 
@@ -398,7 +442,7 @@ def test_a_plan_is_made_from_the_module_and_its_loader_in_child_processes() -> N
     plain, ours = made(), made()
     fit(plain)
     budget = Cpu().reading().now_bytes + (300 << 20)
-    guard = OomGuard(budget, timeout=60)
+    guard = OomGuard(budget, timeout=200)
     before = torch.get_rng_state()
     trainer = fit(ours, guard)
     assert trainer.global_step == 6
@@ -470,7 +514,6 @@ open(f"results{trainer.global_rank}.json", "w").write(json.dumps(results))
 """
 
 
-@pytest.mark.timeout(300)
 def test_two_processes_fall_together_and_keep_the_weights(plan: TaskPlan, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_bytes(msgspec.json.encode(plan))
     (tmp_path / "train.py").write_text(DDP)

@@ -20,6 +20,7 @@ from oomguard._device.cpu import Cpu
 from oomguard._plan.task_value import TaskPlan
 from oomguard.integrations.skorch import OomGuard
 
+pytestmark = pytest.mark.timeout(300)  # a plan starts processes that import PyTorch
 SAME: Any = {"rel": 1e-5, "abs": 1e-7}
 RANDOM = np.random.default_rng(0)
 SERIES, TARGETS = (RANDOM.normal(size=size).astype("float32") for size in ((50, 8, 3), (50, 1)))
@@ -73,7 +74,7 @@ def plan() -> TaskPlan:
         loss=lambda model, batch: model(batch[0])[0].mean(),
         data=torch.utils.data.DataLoader(data, batch_size=16),
     )
-    named = oomguard.find_feasible_config(task, device="t4", batch=16, microbatch=6, progress=False)
+    named = oomguard.find_feasible_config(task, device="t4", batch=16, microbatch=6, timeout=200, progress=False)
     where = replace(named.where, device="cpu")
     return replace(named, where=where, budget_bytes=8 << 30, asked_budget_bytes=8 << 30, evaluation_rows=7)
 
@@ -122,7 +123,7 @@ def test_a_weight_makes_pieces_of_unequal_weight_exact(plan: TaskPlan) -> None:
 def test_a_plan_is_made_from_the_net_and_its_data_in_child_processes() -> None:
     plain = fitted()
     budget = Cpu().reading().now_bytes + (300 << 20)
-    guard = OomGuard(budget, timeout=60)
+    guard = OomGuard(budget, timeout=200)
     ours = fitted(guard)
     assert guard.plan_ is not None
     assert guard.plan_.task == f"{__name__}:Forecast"
