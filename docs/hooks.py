@@ -38,9 +38,12 @@ LAYERS = [
     ("_run", "unmodified scripts: how they start, a look inside, their summary"),
     ("_report", "everything that shows: text, tables, charts, pages"),
     ("_api", "the public functions, and their arguments"),
+    ("integrations", "callbacks for other packages"),
     ("_cli", "commands, flags, messages"),
 ]
 """The packages in import order: each may import only those before it."""
+INTEGRATIONS = ("oomguard.integrations.lightning.OomGuard", "oomguard.integrations.skorch.OomGuard")
+"""Public names of modules that are imported by themselves."""
 WITHOUT_TORCH = ("_core", "_spec", "_estimate")
 
 
@@ -113,6 +116,8 @@ def python_page() -> str:
         for name in members:
             path = f"{values[name].__module__}.{values[name].__qualname__}"
             parts.append(f"::: {path}\n    options:\n      heading: oomguard.{name}\n      toc_label: oomguard.{name}")
+    parts.append("## Integrations")
+    parts += [f"::: {path}\n    options:\n      heading: {path}\n      toc_label: {path}" for path in INTEGRATIONS]
     return "\n\n".join(parts) + "\n"
 
 

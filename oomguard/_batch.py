@@ -59,7 +59,7 @@ class Leaf(NamedTuple):
 
     rows: int | None
     steps: int
-    cut: Callable[[slice], object]
+    cut: Callable[["slice | list[int]"], object]
 
 
 class Rows:
@@ -83,8 +83,8 @@ class Rows:
                 got = f"{first} has {self.count:,} and {path} has {count:,}"
                 raise _refused("All parts of a batch must have the same number of rows", got)
 
-    def take(self, rows: slice) -> Any:
-        """The batch with these rows alone."""
+    def take(self, rows: slice | list[int]) -> Any:
+        """The batch with these rows alone, which may be repeated."""
         return map_leaves(lambda path, _: self._leaves[path].cut(rows), self._batch, self._is_leaf)
 
 
@@ -94,11 +94,13 @@ def _read_leaf(path: str, value: Any, dim: int | None) -> Leaf:
         return Leaf(None, 1, lambda rows: value)
     if isinstance(value, list):
         lengths = [len(x) for x in leaves_of(value, _inner_list).values() if isinstance(x, list) or np.ndim(x)]
-        return Leaf(len(value), max(lengths, default=1), value.__getitem__)
+        return Leaf(len(value), max(lengths, default=1), lambda rows: _items(value, rows))
     if isinstance(value, PackedSequence):
         sequences, is_sorted = unpack_sequence(value), value.sorted_indices is None
         steps = len(value.batch_sizes)
-        return Leaf(len(sequences), steps, lambda rows: pack_sequence(sequences[rows], enforce_sorted=is_sorted))
+        return Leaf(
+            len(sequences), steps, lambda rows: pack_sequence(_items(sequences, rows), enforce_sorted=is_sorted)
+        )
     if not isinstance(value, Tensor | np.ndarray):
         raise _refused("Every part of a batch must be one that can be split", f"{path} is a {type(value).__name__}")
     if not value.ndim:
@@ -109,6 +111,10 @@ def _read_leaf(path: str, value: Any, dim: int | None) -> Leaf:
     before, others = (slice(None),) * (dim % value.ndim), [*value.shape]
     count = others.pop(dim)
     return Leaf(count, others[0] if others else 1, lambda rows: value[(*before, rows)])
+
+
+def _items(values: list[Any], rows: slice | list[int]) -> list[Any]:
+    return values[rows] if isinstance(rows, slice) else [values[row] for row in rows]
 
 
 def _dim_finder(dim: Any) -> Callable[[str, object], int | None]:

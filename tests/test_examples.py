@@ -20,6 +20,8 @@ LARGER = {
     "translation": "--steps 200 --updates 1 --segments 14",
     "hand_loop": "--steps 1500 --sensors 48 --rows 48 --epochs 2 --budget {base}",
     "forecast": "--hours 2000 --hidden 64 --updates 1 --segments 20",
+    "lightning_callback": "--steps 1000 --rows 64 --hidden 48 --epochs 2 --budget {base}",
+    "skorch_callback": "--steps 1000 --rows 64 --hidden 48 --epochs 2 --budget {base}",
 }
 """The flags with which an example needs more memory than its default, and saves much of it."""
 GROWTH_BYTES = 60 << 20  # what a budget of an example allows beside the bytes of the process

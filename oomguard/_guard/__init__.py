@@ -272,13 +272,7 @@ class Guard:
         self.device.enforce(limit_bytes, committed_bytes)
 
     def __enter__(self) -> "Guard":
-        used_bytes, available_bytes = self.device.reading().now_bytes, self.watch.available_bytes()
-        if used_bytes >= available_bytes:  # otherwise the first step would fail, and oneDNN with it, for good
-            raise MisuseError(
-                rule="The budget must be more than this process already uses",
-                got=f"it uses {format_bytes(used_bytes)}, and may use {format_bytes(available_bytes)}",
-                advice="Give a larger budget, free memory, or train in a process of its own: train(isolate=True).",
-            )
+        check_room(self.device, self.watch.available_bytes())
         if self.plan is not None:
             self.device.settle(self.candidate)
         self._enforce()
@@ -311,6 +305,17 @@ class Attempt(AbstractContextManager["Attempt"]):
         stay = status != DONE or self.pressure is not None or not guard.may_climb()
         self.agreed = guard.agree([status, int(self.pressure is not None), int(stay)])
         return status == OOM  # any other error is raised here, after the other processes were told
+
+
+def check_room(device: Device, available_bytes: int) -> None:
+    """Raise if this process already uses all that it may: the first step would fail, and oneDNN with it, for good."""
+    used_bytes = device.reading().now_bytes
+    if used_bytes >= available_bytes:
+        raise MisuseError(
+            rule="The budget must be more than this process already uses",
+            got=f"it uses {format_bytes(used_bytes)}, and may use {format_bytes(available_bytes)}",
+            advice="Give a larger budget, free memory, or train in a process of its own: train(isolate=True).",
+        )
 
 
 def layout_of(parts: Iterable[Part]) -> Layout:
