@@ -27,6 +27,7 @@ LAYERS = [
     ("_batch", "nested batches: walk through them, cut them by rows"),
     ("_rnn", "exact recurrent calls: plain, in segments, in chunks"),
     ("_task", "your own model, loss and data: batches, estimate, check of knobs"),
+    ("_keras", "models of Keras as tasks, read from their files"),
     ("_step", "one optimizer update of a candidate"),
     ("_probe", "real steps in a child process: records, verdicts, ledger"),
     ("_predict", "estimate and records give peak, margin and seconds"),
@@ -38,6 +39,7 @@ LAYERS = [
     ("_report", "everything that shows: text, tables, charts, pages"),
     ("_api", "the public functions, and their arguments"),
     ("_cli", "commands, flags, messages"),
+    ("integrations", "Keras, Optuna, Ray Tune and others, each on its own"),
 ]
 """The packages in import order: each may import only those before it."""
 WITHOUT_TORCH = ("_core", "_spec", "_estimate")

@@ -28,6 +28,7 @@ from oomguard._task.task import USUAL_ROWS, Task
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+    from oomguard._keras.task import KerasModel
     from oomguard._plan.value import Plan
     from oomguard._report.curve import Curve
 
@@ -94,6 +95,23 @@ def _estimate_task(
         advice = "Give them as estimate(task, microbatch=8, segments=4)."
         raise MisuseError(rule="The knobs of a task are given by name", got="got a Candidate", advice=advice)
     return estimate_task(task, fields, target, steps=steps, **how)
+
+
+def estimate_keras(
+    path: str, device: str, budget_bytes: int, *, training: bool, steps: int | None = None,
+    timeout: float | str = SECONDS, **knobs: Any,
+) -> "tuple[KerasModel, Estimate, list[str]]":  # fmt: skip
+    """Read a Keras model from a file, estimate the same model in PyTorch, and say which knob helps."""
+    from oomguard._keras.task import as_task, read_model
+    from oomguard._plan.task_advice import estimate_and_advise
+    from oomguard._report.keras import notes_of
+
+    check_names("knob", knobs, KNOBS)
+    check_whole("steps", steps, 1, MAX_SEQ)
+    target, seconds, model = find_target(device), parse_seconds(timeout, "timeout"), read_model(path, steps)
+    how: dict[str, Any] = {"steps": model.steps, "training": training, "splits": not model.normalises}
+    found, advice = estimate_and_advise(as_task(model), knobs, target, budget_bytes, **how, seconds=seconds)
+    return model, replace(found, notes=(*notes_of(model), *found.notes)), advice
 
 
 @overload
