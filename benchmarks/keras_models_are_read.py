@@ -1,11 +1,12 @@
-"""Claim: models written with Keras 3 are read without Keras, or refused with the name of the layer. The parameter counts
-of those that are read equal Keras's own.
+"""Claim: models written with Keras 3 are read without Keras, or refused with the name of the layer. The numbers of
+parameters of those that are read equal Keras's own.
 
     python benchmarks/keras_models_are_read.py [--smoke]
 
-Keras writes 12 models, stacked, bidirectional, encoder and decoder, masked, time-distributed, convolutional, with shared
-layers and attention, and 4 that cannot be read. Each is written as .keras, as .json and as .h5. Every file is read in a
-process that cannot import Keras. Parameters and the shapes of the outputs are compared with what Keras says.
+Keras writes 12 models, stacked, bidirectional, encoder and decoder, masked, time-distributed, convolutional, with
+shared layers and attention, and 4 with a layer that is not known. Each is written as .keras, as .json and as .h5. Every
+file is read in a process that cannot import Keras. Parameters and the shapes of the outputs are compared with what
+Keras says.
 """
 
 import argparse
@@ -176,7 +177,8 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.write:
-        return write(args.write)
+        write(args.write)
+        return
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         here = Path(folder)
@@ -194,7 +196,7 @@ def main() -> None:
     equal, named = (sum(row["outcome"] == what for row in rows) for what in ("equal", "named"))
     known = len(rows) - len(UNKNOWN)
     claims = {
-        f"{known} models in {len(SUFFIXES)} formats are read, with Keras's own number of parameters and shapes of outputs "
+        f"{known} models in {len(SUFFIXES)} formats are read, with Keras's number of parameters and shapes of outputs "
         f"({equal})": equal == known,
         f"{len(UNKNOWN)} models with an unknown layer are refused, or read without it, and it is named ({named})": named
         == len(UNKNOWN),

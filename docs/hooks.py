@@ -114,7 +114,19 @@ def python_page() -> str:
         for name in members:
             path = f"{values[name].__module__}.{values[name].__qualname__}"
             parts.append(f"::: {path}\n    options:\n      heading: oomguard.{name}\n      toc_label: oomguard.{name}")
+    parts.append("## Integrations")
+    for file in sorted((ROOT / "oomguard" / "integrations").glob("[!_]*.py")):
+        for name in public_names(file):
+            path = f"oomguard.integrations.{file.stem}.{name}"
+            parts.append(f"::: {path}\n    options:\n      heading: {path}\n      toc_label: {file.stem}.{name}")
     return "\n\n".join(parts) + "\n"
+
+
+def public_names(file: Path) -> list[str]:
+    """Read `__all__` of a module without importing it, since its package may be missing."""
+    assigned = (node for node in ast.parse(file.read_text("utf-8")).body if isinstance(node, ast.Assign))
+    lists = [node.value for node in assigned if getattr(node.targets[0], "id", "") == "__all__"]
+    return [str(name) for value in lists for name in ast.literal_eval(value)]
 
 
 # ---- the claims

@@ -231,8 +231,8 @@ class Elsewhere(AbstractContextManager["Elsewhere", None]):
     ) -> Any:
         """Call a function; returns its result or raises its error. What the child tells is told here.
 
-        `news` takes what the child gives to `send_news`, and answers what it gives to `ask_parent`. If the call takes more than so many seconds, or the process
-        ends, raises TimeoutError or ChildProcessError. The child is gone then.
+        `news` takes what the child gives to `send_news`, and answers what it gives to `ask_parent`. If the call takes
+        more than so many seconds, or the process ends, raises TimeoutError or ChildProcessError: the child is gone.
         """
         late, name = threading.Event(), f"{module}.{function}"
         timer = threading.Timer(threading.TIMEOUT_MAX if seconds is None else max(0.0, seconds), self._give_up, (late,))

@@ -26,7 +26,7 @@ class _Cell(nn.RNNBase):
     sequences, returns_state, backwards = False, False, False
     merge: str | None = "concat"  # how the directions are joined; None: side by side
 
-    def forward(self, inputs: Tensor, *states: Tensor) -> Any:  # type: ignore[override]
+    def forward(self, inputs: Tensor, *states: Tensor) -> Any:
         """The outputs of Keras's layer: all steps or the last one, and the states if they are returned."""
         if self.backwards:
             inputs = inputs.flip(1)
@@ -61,15 +61,15 @@ class _Cell(nn.RNNBase):
         return one * other if self.merge == "mul" else (one + other) * (0.5 if self.merge == "ave" else 1.0)
 
 
-class _Lstm(_Cell, nn.LSTM):
+class _Lstm(_Cell, nn.LSTM):  # type: ignore[misc]  # other arguments, as Keras has them
     pass
 
 
-class _Gru(_Cell, nn.GRU):
+class _Gru(_Cell, nn.GRU):  # type: ignore[misc]  # other arguments, as Keras has them
     pass
 
 
-class _Rnn(_Cell, nn.RNN):
+class _Rnn(_Cell, nn.RNN):  # type: ignore[misc]  # other arguments, as Keras has them
     pass
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from oomguard._core.errors import MisuseError, shown, visible
@@ -131,7 +132,7 @@ def _sequential(model: Layer, listed: Any, saved: dict[str, Any]) -> Graph:
     names = {layer.name: layer for layer in layers}
     if len(names) < len(layers):
         raise model.wrong("two of its layers have the same name")
-    calls = [Call(b.name, 0, (Ref(a.name, 0, 0),)) for a, b in zip(layers, layers[1:], strict=False)]
+    calls = [Call(b.name, 0, (Ref(a.name, 0, 0),)) for a, b in pairwise(layers)]
     shapes = {first.layer: shape}
     return Graph(name=model.name, layers=names, calls=(*calls,), inputs=(first,), outputs=(last,), shapes=shapes)
 

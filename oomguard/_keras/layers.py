@@ -93,7 +93,7 @@ class TimeDistributed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.inner(x.flatten(0, 1))
-        return y.unflatten(0, x.shape[:2])
+        return y.view(*x.shape[:2], *y.shape[1:])
 
 
 class Normalisation(nn.Module):
@@ -308,7 +308,10 @@ LAYERS: dict[str, Maker] = {
     **dict.fromkeys([f"{what}Pooling{n}D" for what in ("Max", "Average") for n in (1, 2, 3)], _pool),
     **dict.fromkeys([f"Global{what}Pooling{n}D" for what in ("Max", "Average") for n in (1, 2, 3)], _global_pool),
     **dict.fromkeys(("Activation", "ReLU", "LeakyReLU", "ELU", "Softmax"), _activation),
-    **dict.fromkeys((*(kind for kind in KINDS if not kind.endswith("Cell")), "RNN"), lambda settings, shapes: recurrent(settings, shapes[0][-1])),
+    **dict.fromkeys(
+        (*(kind for kind in KINDS if not kind.endswith("Cell")), "RNN"),
+        lambda settings, shapes: recurrent(settings, shapes[0][-1]),
+    ),
     "Bidirectional": lambda settings, shapes: bidirectional(settings, shapes[0][-1]),
     "Embedding": _embedding,
     "Dense": _dense,
@@ -330,8 +333,6 @@ LAYERS: dict[str, Maker] = {
     "MultiHeadAttention": MultiHeadAttention,
 }
 """What makes the module of a layer, by class name. A layer that is not here is refused, or left out by name."""
-
-
 
 
 def make(settings: Settings, shapes: Shapes) -> nn.Module:

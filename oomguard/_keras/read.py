@@ -113,7 +113,7 @@ def read_attributes(path: str) -> tuple[str, str | None]:
         ) from None
     try:
         with h5py.File(path, "r") as file:
-            texts = [file.attrs[name] if name in file.attrs else None for name in ("model_config", "training_config")]
+            texts = [file.attrs.get(name) for name in ("model_config", "training_config")]
     except (OSError, RuntimeError, ValueError, TypeError, KeyError, MemoryError) as error:
         raise _unreadable(path, f"the HDF5 file is damaged: {str(error)[:200]}") from None
     model, training = (text.decode(errors="replace") if isinstance(text, bytes) else text for text in texts)

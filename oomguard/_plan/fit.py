@@ -7,13 +7,11 @@ runs: microbatch, accumulation and segments. Others are used only if they are fi
 from dataclasses import replace
 from typing import Any
 
-import msgspec
-
 from oomguard._core.errors import MisuseError, check_names, check_whole
 from oomguard._core.units import format_bytes
 from oomguard._device.find import find_budget, find_target, open_device
 from oomguard._estimate.breakdown import Estimate, estimate_step, margin_bytes
-from oomguard._estimate.target import Target
+from oomguard._estimate.target import COMMITTED_TENTHS, Target
 from oomguard._plan.find import is_here
 from oomguard._plan.task import SEGMENTS, TRACE_ERROR
 from oomguard._plan.task_curve import Curves, Shape
@@ -37,31 +35,39 @@ def fit(
     here: bool = True,
     **knobs: Any,
 ) -> Estimate:
-    """The estimate of the plain step if it fits, else of the fastest candidate that does, else of the one that needs least.
+    """The estimate of the plain step if it fits, else of the fastest candidate that does, else of the smallest.
 
     What this process holds beside Python and PyTorch counts, since the model comes on top of it, unless it will not be
     trained `here`.
     """
     target = find_target(device)
     budget_bytes = find_budget(device).limit_bytes if budget_bytes is None else budget_bytes
-    left_bytes = max(1, budget_bytes - (_held_bytes(device, target) if here else 0))
+    left_bytes = _left_bytes(budget_bytes, device, target) if here else budget_bytes
     check_names("knob", knobs, KNOBS)
+    checked: object = model
+    if not isinstance(checked, Spec | Task | str):
+        got = f"got something of type {type(checked).__name__}"
+        raise MisuseError(rule="Only a Spec or a Task can be estimated", got=got, advice="Describe the model as one.")
     if isinstance(model, Spec):
         if steps is not None:
             raise MisuseError(rule="A Spec has its own length", got=f"got steps {steps}", advice="Leave steps out.")
         return _fit_spec(model, left_bytes, target, knobs)
-    if not isinstance(model, Task | str):
-        got = f"got something of type {type(model).__name__}"
-        raise MisuseError(rule="Only a Spec or a Task can be estimated", got=got, advice="Describe the model as one.")
     check_whole("steps", steps, 1, MAX_SEQ)
     return _fit_task(model, left_bytes, target, steps, knobs)
 
 
-def _held_bytes(device: str, target: Target) -> int:
-    """The bytes that this process uses beside the runtime, which every estimate counts."""
+def _left_bytes(budget_bytes: int, device: str, target: Target) -> int:
+    """The bytes that a model trained in this process may use with the runtime, beside what the process holds."""
     if not is_here(device) or target.cuda:  # a context may not exist yet, and is not made here
-        return 0
-    return max(0, open_device(device).reading().now_bytes - target.runtime_bytes)
+        return budget_bytes
+    here = open_device(device)
+    here.release()  # what was freed is not held
+    now, committed_bytes = here.reading(), find_budget(device).committed_bytes
+    left_bytes = budget_bytes - max(0, now.now_bytes - target.runtime_bytes)
+    if committed_bytes is not None and now.committed_bytes is not None:  # more is committed than held: caches, stacks
+        growth_bytes = max(0, committed_bytes - now.committed_bytes) * 10 // COMMITTED_TENTHS
+        left_bytes = min(left_bytes, target.runtime_bytes + growth_bytes)
+    return max(1, left_bytes)
 
 
 def _fit_spec(spec: Spec, budget_bytes: int, target: Target, knobs: dict[str, Any]) -> Estimate:
@@ -85,7 +91,9 @@ def _fit_spec(spec: Spec, budget_bytes: int, target: Target, knobs: dict[str, An
     return estimate(table.candidates[table.smallest if row is None else row])
 
 
-def _fit_task(task: Task | str, budget_bytes: int, target: Target, steps: int | None, knobs: dict[str, Any]) -> Estimate:
+def _fit_task(
+    task: Task | str, budget_bytes: int, target: Target, steps: int | None, knobs: dict[str, Any]
+) -> Estimate:
     check_names("knob of a task:", knobs, TASK_KNOBS)
     base = Shape(precision=knobs.get("precision", "fp32"), allocator=knobs.get("allocator"))
     with Asker(task, target, steps=steps, allocator=base.allocator, seconds=SECONDS) as asker:
@@ -111,12 +119,19 @@ def _at(curves: Curves, shape: Shape, knobs: dict[str, Any]) -> Estimate:
     if shape.accumulates and "microbatch" not in knobs:
         rows = max(1, curves[shape].largest(curves.budget_bytes, TRACE_ERROR, curves.batch))
     safe, peak = curves[shape].safe_bytes(rows, TRACE_ERROR), curves[shape].peak_bytes(rows)
-    point = curves[shape].points[0]
-    candidate = msgspec.structs.replace(
-        point.candidate, microbatch=rows, accumulation=-(-curves.batch // rows), segments=shape.segments
+    point, passes = curves[shape].points[0], -(-curves.batch // rows)
+    knobs = shape._asdict() | {"microbatch": rows, "accumulation": passes}
+    del knobs["accumulates"]
+    return replace(
+        point,
+        candidate=Candidate(**knobs),
+        total_bytes=peak,
+        margin_bytes=safe - peak,
+        budget_bytes=curves.budget_bytes,
+        terms={},
+        moments={},
+        parts={},
     )
-    sizes = {"total_bytes": peak, "margin_bytes": safe - peak, "budget_bytes": curves.budget_bytes}
-    return replace(point, candidate=candidate, **sizes, terms={}, moments={}, parts={})
 
 
 def needed_bytes(estimate: Estimate) -> int:

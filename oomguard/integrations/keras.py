@@ -17,12 +17,10 @@ from oomguard._keras.task import read_task
 try:
     import keras
     from keras.callbacks import Callback
-except ImportError as error:  # `read_task` needs no Keras
-    if TYPE_CHECKING:
-        raise
-    Callback, missing = object, str(error)
-else:
+
     missing = ""
+except ImportError as error:  # `read_task` needs no Keras
+    Callback, missing = object, str(error)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,10 +101,10 @@ def kernels() -> Iterator[bool]:
 class OomGuard(Callback):  # type: ignore[misc]
     """Keeps `model.fit` within a budget, with `KERAS_BACKEND=torch`.
 
-    A batch that runs out of memory runs again in smaller pieces whose gradients add up to that of the batch; when memory
-    is no longer tight, pieces grow again. Calls of LSTM and GRU that would not fit run in segments (`segments` fixes
-    their number). `budget` is bytes or text such as "6GiB" (default: what is free); `microbatch` is the number of rows to
-    begin with (default: the whole batch); `events` is a file for what happens.
+    A batch that runs out of memory runs again in smaller pieces whose gradients add up to that of the batch; when
+    memory is no longer tight, pieces grow again. Calls of LSTM and GRU that would not fit run in segments (`segments`
+    fixes their number). `budget` is bytes or text such as "6GiB" (default: what is free); `microbatch` is the number of
+    rows to begin with (default: the whole batch); `events` is a file for what happens.
 
     The logs of every epoch, and with them the history, get `oomguard_peak_bytes` and `oomguard_microbatch`.
 
@@ -260,7 +258,9 @@ class OomGuard(Callback):  # type: ignore[misc]
         assert self._guard is not None
         with ExitStack() as stack:
             if stack.enter_context(kernels()) and self.segments != 1:
-                how: Any = {"segments": self.segments} if self.segments else {"budget": self._guard.watch.available_bytes()}
+                how: Any = (
+                    {"segments": self.segments} if self.segments else {"budget": self._guard.watch.available_bytes()}
+                )
                 stack.enter_context(segmented(**how))
             yield
 

@@ -3,11 +3,12 @@
 - `feasible` answers by arithmetic whether a trial fits, and with which knobs, before anything is built.
 - `FeasibleSampler` wraps any sampler and draws again what cannot fit.
 - `constraints_func` tells samplers that take constraints by how many bytes a trial is too large.
-- `run_trial` runs an objective in a process of its own within a budget: if that runs out of memory or crashes, the trial
-  ends, and the study goes on.
+- `run_trial` runs an objective in a process of its own within a budget: if that runs out of memory or crashes, the
+  trial ends, and the study goes on.
 """
 
 import math
+import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -41,6 +42,9 @@ ModelOf = Callable[[dict[str, Any]], Model]
 """A function of the parameters of a trial."""
 EXCESS = "oomguard_excess_bytes"
 """The user attribute and the constraint of a trial: the bytes that it needs beyond the budget; at most 0 if it fits."""
+KERNELS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "24")
+"""oneDNN keeps the last 1024 kernels that it made, and every length and size of a study makes new ones: 18 trials of a
+benchmark committed 500 MiB for them. It reads this variable when it makes the first one; a step uses at most 22."""
 POLL_SECONDS = 0.05  # between readings of the memory of a trial's process
 
 
@@ -56,9 +60,10 @@ def feasible(
     """Whether a trial fits a budget, by arithmetic: the estimate of the candidate to run it with.
 
     That is the plain step if it fits, otherwise the fastest of smaller microbatches and segments, which keep the
-    gradient. If none fits, `optuna.TrialPruned` says what is missing. `budget` is bytes or text such as "6GiB" (default:
-    what is free); what this process holds already is subtracted. Knobs that the objective does not turn are fixed by
-    name, for example `segments=1`. A task is traced in a child process, with `steps` time steps; that takes seconds.
+    gradient. If none fits, `optuna.TrialPruned` says what is missing. `budget` is bytes or text such as "6GiB"
+    (default: what is free); what this process holds already is subtracted. Knobs that the objective does not turn are
+    fixed by name, for example `segments=1`. A task is traced in a child process, with `steps` time steps; that takes
+    seconds. Called before anything is trained, it also lets oneDNN keep fewer kernels (see `KERNELS`).
 
     >>> import oomguard
     >>> def objective(trial):
@@ -72,6 +77,7 @@ def feasible(
     >>> {trial.state.name for trial in study.trials}
     {'PRUNED'}
     """
+    os.environ.setdefault(*KERNELS)
     found = fit(model, read_budget(budget), device, steps=steps, **knobs)
     _note(trial, excess_bytes(found))
     if not found.fits:
@@ -124,8 +130,8 @@ class FeasibleSampler(BaseSampler):
     """Wraps a sampler: parameters of which no candidate fits the budget are drawn again, before the trial begins.
 
     `model_of` makes a spec or a task of the parameters of a trial. `space` has the distributions of the parameters it
-    reads; without it, they are learned from finished trials, and the first trials are not checked. Of `draws` draws that
-    all do not fit, the one is taken that is least too large: let `feasible` prune it in the objective.
+    reads; without it, they are learned from finished trials, and the first trials are not checked. If none of `draws`
+    draws fits, the one is taken that is least too large: let `feasible` prune it in the objective.
 
     >>> space = {"seq": optuna.distributions.IntDistribution(10, 10**6, log=True)}
     >>> def model_of(params):
@@ -294,8 +300,10 @@ class _Watch(threading.Thread):
         self.join()
 
 
-METHODS = ("suggest_float", "suggest_int", "suggest_categorical", "report", "should_prune", "set_user_attr")
-METHODS += ("set_constraint",)
+METHODS = (
+    *("suggest_float", "suggest_int", "suggest_categorical"),
+    *("report", "should_prune", "set_user_attr", "set_constraint"),
+)
 VALUES = ("number", "params", "distributions", "user_attrs", "datetime_start", "relative_params")
 
 

@@ -58,11 +58,11 @@ def resources(
     steps: int | None = None,
     **knobs: Any,
 ) -> Callable[[dict[str, Any]], PlacementGroupFactory]:
-    """A function for `tune.with_resources(trainable, resources(...))`: what a trial with some parameters needs.
+    """What trials need, as a function of their configuration that `tune.with_resources` takes.
 
     `model_of` makes a spec or a task of the configuration of a trial, and `budget` is what one trial may use. On the
-    CPU, Ray gets the bytes of the process as the resource `memory`; on a card, the share of the card as `GPU`. A trial of
-    which no candidate fits asks for no memory: it is to call `feasible`, which ends it at once.
+    CPU, Ray gets the bytes of the process as the resource `memory`; on a card, the share of the card as `GPU`. A trial
+    of which no candidate fits asks for no memory: it is to call `feasible`, which ends it at once.
 
     >>> needs = resources(lambda config: Spec(cell="gru", seq=config["seq"], batch=8), "4GiB")
     >>> [(bundle["CPU"], bundle["memory"] > 2**28) for bundle in needs({"seq": 100}).bundles]

@@ -1,4 +1,4 @@
-"""Optuna studies do not run out of memory: trials are judged before they are built, or run in a process of their own."""
+"""Optuna studies do not run out of memory: trials are judged before they are built, or run in other processes."""
 
 import os
 import threading
@@ -8,7 +8,7 @@ from typing import Any
 import optuna
 import pytest
 import torch
-from optuna.distributions import CategoricalDistribution, IntDistribution
+from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.samplers import GridSampler, NSGAIISampler, RandomSampler, TPESampler
 from optuna.trial import FixedTrial, Trial
 
@@ -16,7 +16,10 @@ from oomguard import MisuseError, Spec, Task
 from oomguard.integrations.optuna import EXCESS, FeasibleSampler, constraints_func, feasible, run_trial
 
 pytestmark = pytest.mark.timeout(300)
-SPACE = {"hidden": IntDistribution(8, 2048, log=True), "seq": IntDistribution(10, 1_000_000, log=True)}
+SPACE: dict[str, BaseDistribution] = {
+    "hidden": IntDistribution(8, 2048, log=True),
+    "seq": IntDistribution(10, 1_000_000, log=True),
+}
 CARD, BUDGET = "t4", "1GiB"
 
 
@@ -30,7 +33,8 @@ def spec_of(params: dict[str, Any]) -> Spec:
 
 
 def suggested(trial: Any) -> dict[str, Any]:
-    return {name: trial.suggest_int(name, kind.low, kind.high, log=True) for name, kind in SPACE.items()}
+    ranges = {name: kind for name, kind in SPACE.items() if isinstance(kind, IntDistribution)}
+    return {name: trial.suggest_int(name, kind.low, kind.high, log=True) for name, kind in ranges.items()}
 
 
 def trial_of(**params: int) -> optuna.trial.FrozenTrial:
@@ -43,7 +47,8 @@ class Model(torch.nn.Module):
         self.rnn = torch.nn.GRU(4, 32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.rnn(x)[0]
+        outputs: torch.Tensor = self.rnn(x)[0]
+        return outputs
 
 
 TASK = Task(
@@ -115,7 +120,7 @@ def test_a_task_is_traced() -> None:
     ],
 )
 def test_misuse_is_told(arguments: dict[str, Any], words: str) -> None:
-    given = {"model": spec_of({"hidden": 8, "seq": 10}), "budget": BUDGET} | arguments
+    given: dict[str, Any] = {"model": spec_of({"hidden": 8, "seq": 10}), "budget": BUDGET} | arguments
     with pytest.raises(MisuseError, match=words):
         feasible(FixedTrial({}), **given)
 
@@ -160,7 +165,10 @@ def test_other_parameters_are_left_to_the_sampler() -> None:
 
 
 def test_if_no_draw_fits_the_least_too_large_is_taken() -> None:
-    space = {"hidden": CategoricalDistribution((2048, 512)), "seq": CategoricalDistribution((1_000_000, 100_000))}
+    space: dict[str, BaseDistribution] = {
+        "hidden": CategoricalDistribution((2048, 512)),
+        "seq": CategoricalDistribution((1_000_000, 100_000)),
+    }
     wrapped = FeasibleSampler(RandomSampler(seed=0), spec_of, "200MiB", space=space, draws=40, device=CARD, segments=1)
     trial = optuna.create_study(sampler=wrapped).ask(space)
     assert trial.params == {"hidden": 512, "seq": 100_000}
@@ -168,7 +176,7 @@ def test_if_no_draw_fits_the_least_too_large_is_taken() -> None:
 
 
 def test_parameters_that_describe_no_model_are_drawn_again() -> None:
-    space = {"hidden": IntDistribution(8, 16), "seq": IntDistribution(-5, 5)}
+    space: dict[str, BaseDistribution] = {"hidden": IntDistribution(8, 16), "seq": IntDistribution(-5, 5)}
     wrapped = FeasibleSampler(RandomSampler(seed=0), spec_of, BUDGET, space=space, device=CARD)
     study = optuna.create_study(sampler=wrapped)
     assert all(study.ask(space).params["seq"] >= 1 for _ in range(8))
@@ -224,7 +232,7 @@ def fails(kind: str) -> Any:
     return None
 
 
-def objective(trial: Any) -> float:
+def objective(trial: Any) -> Any:
     kind = trial.suggest_categorical("kind", ["oom", "over", "killed", "crash", "late", "pruned", "done"])
     trial.report(0.5, 0)
     trial.set_user_attr("pid", os.getpid())
@@ -258,7 +266,7 @@ def test_an_error_of_the_objective_is_raised() -> None:
 
 def test_the_trial_of_a_child_says_what_it_has() -> None:
     study = optuna.create_study()
-    with pytest.raises(AttributeError, match="has no 'study'. It has suggest_float"):
+    with pytest.raises(AttributeError, match=r"has no 'study'\. It has suggest_float"):
         study.optimize(lambda trial: run_trial(lambda trial: trial.study, trial, "800MiB"), n_trials=1)
 
 

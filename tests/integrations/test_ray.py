@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,12 @@ ray.init(num_cpus=2, object_store_memory=80 << 20, _memory=700 << 20, include_da
 try:
     trainable = tune.with_resources(train, resources(model_of, "500MiB"))
     space = {"seq": tune.grid_search([50, 200, 4000, 500_000_000])}
-    results = tune.Tuner(trainable, param_space=space, run_config=tune.RunConfig(storage_path=sys.argv[2], verbose=0)).fit()
+    config = tune.RunConfig(storage_path=sys.argv[2], verbose=0)
+    results = tune.Tuner(trainable, param_space=space, run_config=config).fit()
     rows = [dict(result.metrics or {}, seq=(result.config or result.metrics["config"])["seq"],
                  error=str(result.error or "")) for result in results]
-    print("RESULTS" + json.dumps([{k: row.get(k) for k in ("seq", "rows", "pieces", "began", "ended", "error")} for row in rows]))
+    names = ("seq", "rows", "pieces", "began", "ended", "error")
+    print("RESULTS" + json.dumps([{name: row.get(name) for name in names} for row in rows]))
 finally:
     ray.shutdown()
 """
@@ -84,7 +87,7 @@ def test_what_does_not_fit_or_describes_no_model_asks_for_no_memory() -> None:
 def test_a_trial_that_does_not_fit_ends_with_the_figures() -> None:
     from oomguard.integrations.ray import feasible
 
-    with pytest.raises(GuardError, match="needs .* of .*Narrow the search space") as caught:
+    with pytest.raises(GuardError, match=r"needs .* of .*Narrow the search space") as caught:
         feasible(spec_of({"seq": 10_000}), "400MiB", device="t4")
     assert caught.value.figures["needed_bytes"] > caught.value.figures["budget_bytes"]
 
@@ -98,7 +101,7 @@ def test_a_wrong_budget_is_refused() -> None:
 
 @pytest.mark.timeout(400)
 def test_a_study_with_real_processes_ends_with_a_result_of_every_trial(tmp_path: Path) -> None:
-        with tempfile.TemporaryDirectory(prefix="ray") as short:  # a path of a socket has at most 107 characters
+    with tempfile.TemporaryDirectory(prefix="ray") as short:  # a path of a socket has at most 107 characters
         command = [sys.executable, "-c", STUDY, short, str(tmp_path)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=380, cwd=tmp_path)
     assert "RESULTS" in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
@@ -108,4 +111,4 @@ def test_a_study_with_real_processes_ends_with_a_result_of_every_trial(tmp_path:
     assert "A trial must fit its budget" in rows[500_000_000]["error"]
     ran = sorted((rows[seq]["began"], rows[seq]["ended"]) for seq in (50, 200, 4000))
     # each needs more than half of the 700 MiB that Ray may give away, so that no two run at a time on the two CPUs
-    assert all(ended <= began for (_, ended), (began, _) in zip(ran, ran[1:], strict=False))
+    assert all(ended <= began for (_, ended), (began, _) in pairwise(ran))
