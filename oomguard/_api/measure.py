@@ -12,7 +12,7 @@ from oomguard._api.arguments import (
 )
 from oomguard._core.errors import MisuseError, check_names, check_whole, shown
 from oomguard._core.progress import tell
-from oomguard._core.units import parse_seconds, read_budget
+from oomguard._core.units import format_bytes, parse_seconds, read_budget
 from oomguard._device.find import find_budget, find_target
 from oomguard._estimate.breakdown import Estimate, estimate_batch, estimate_step, margin_bytes
 from oomguard._estimate.target import Target
@@ -109,6 +109,11 @@ def estimate_keras(
     check_names("knob", knobs, KNOBS)
     check_whole("steps", steps, 1, MAX_SEQ)
     target, seconds, model = find_target(device), parse_seconds(timeout, "timeout"), read_model(path, steps)
+    weights_bytes, here_bytes = 4 * model.own_parameters, find_budget("cpu").left_bytes
+    if weights_bytes > here_bytes:
+        got = f"those of {path} need {format_bytes(weights_bytes)}, and {format_bytes(here_bytes)} are free"
+        advice = "Use a machine with more memory, or a smaller model."
+        raise MisuseError(rule="A model is built to be traced, so its weights must fit here", got=got, advice=advice)
     how: dict[str, Any] = {"steps": model.steps, "training": training, "splits": not model.normalises}
     found, advice = estimate_and_advise(as_task(model), knobs, target, budget_bytes, **how, seconds=seconds)
     return model, replace(found, notes=(*notes_of(model), *found.notes)), advice

@@ -316,6 +316,13 @@ def test_the_document_has_parameters_and_advice(keras: Any, save: Any, capsys: p
     assert found["advice"] == []
 
 
+def test_weights_that_this_machine_cannot_hold_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "model.json"
+    path.write_bytes(sequential(("LSTM", {"units": 1 << 20})))
+    assert run(["estimate", "--model", str(path), "--seq", "9", "--quiet"]) == 2
+    assert "16.00 TiB, and" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
