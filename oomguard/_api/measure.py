@@ -112,8 +112,8 @@ def estimate_keras(
     weights_bytes, here_bytes = 4 * model.own_parameters, find_budget("cpu").left_bytes
     if weights_bytes > here_bytes:
         got = f"those of {path} need {format_bytes(weights_bytes)}, and {format_bytes(here_bytes)} are free"
-        advice = "Use a machine with more memory, or a smaller model."
-        raise MisuseError(rule="A model is built to be traced, so its weights must fit here", got=got, advice=advice)
+        rule, hint = "A model is built to be traced, so its weights must fit here", "Estimate a smaller one."
+        raise MisuseError(rule=rule, got=got, advice=hint)
     how: dict[str, Any] = {"steps": model.steps, "training": training, "splits": not model.normalises}
     found, advice = estimate_and_advise(as_task(model), knobs, target, budget_bytes, **how, seconds=seconds)
     return model, replace(found, notes=(*notes_of(model), *found.notes)), advice
