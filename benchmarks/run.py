@@ -40,6 +40,7 @@ SMALLER: dict[str, tuple[str, ...]] = {
     "scripts_run_unchanged": ("1",),
     "search_needs_few_probes": ("1",),
     "segments_cost_little": ("1", "--cases", "3"),
+    "studies_do_not_run_out": ("20",),
     "task_batches_are_found": ("2",),
     "task_estimates_track_peaks": ("word model", "speech", "forecast", "attention"),
     "training_costs_nothing": ("2",),

@@ -27,6 +27,7 @@ LAYERS = [
     ("_batch", "nested batches: walk through them, cut them by rows"),
     ("_rnn", "exact recurrent calls: plain, in segments, in chunks"),
     ("_task", "your own model, loss and data: batches, estimate, check of knobs"),
+    ("_keras", "models of Keras as tasks, read from their files"),
     ("_step", "one optimizer update of a candidate"),
     ("_probe", "real steps in a child process: records, verdicts, ledger"),
     ("_predict", "estimate and records give peak, margin and seconds"),
@@ -38,12 +39,10 @@ LAYERS = [
     ("_run", "unmodified scripts: how they start, a look inside, their summary"),
     ("_report", "everything that shows: text, tables, charts, pages"),
     ("_api", "the public functions, and their arguments"),
-    ("integrations", "callbacks for other packages"),
     ("_cli", "commands, flags, messages"),
+    ("integrations", "Lightning, skorch, Keras, Optuna and Ray Tune, each on its own"),
 ]
 """The packages in import order: each may import only those before it."""
-INTEGRATIONS = ("oomguard.integrations.lightning.OomGuard", "oomguard.integrations.skorch.OomGuard")
-"""Public names of modules that are imported by themselves."""
 WITHOUT_TORCH = ("_core", "_spec", "_estimate")
 
 
@@ -117,8 +116,18 @@ def python_page() -> str:
             path = f"{values[name].__module__}.{values[name].__qualname__}"
             parts.append(f"::: {path}\n    options:\n      heading: oomguard.{name}\n      toc_label: oomguard.{name}")
     parts.append("## Integrations")
-    parts += [f"::: {path}\n    options:\n      heading: {path}\n      toc_label: {path}" for path in INTEGRATIONS]
+    for file in sorted((ROOT / "oomguard" / "integrations").glob("[!_]*.py")):
+        for name in public_names(file):
+            path = f"oomguard.integrations.{file.stem}.{name}"
+            parts.append(f"::: {path}\n    options:\n      heading: {path}\n      toc_label: {file.stem}.{name}")
     return "\n\n".join(parts) + "\n"
+
+
+def public_names(file: Path) -> list[str]:
+    """Read `__all__` of a module without importing it, since its package may be missing."""
+    assigned = (node for node in ast.parse(file.read_text("utf-8")).body if isinstance(node, ast.Assign))
+    lists = [node.value for node in assigned if getattr(node.targets[0], "id", "") == "__all__"]
+    return [str(name) for value in lists for name in ast.literal_eval(value)]
 
 
 # ---- the claims

@@ -4,12 +4,14 @@ import difflib
 import doctest
 import importlib.util
 import inspect
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
 import warnings
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -108,6 +110,9 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "spec.toml").write_text('cell = "lstm"\nseq = 2000\nhidden = 64\n')
     (tmp_path / "lengths.csv").write_text("100\n100\n2000\n")
+    layers = [{"class_name": "LSTM", "config": {"name": "lstm", "units": 8, "batch_input_shape": [None, None, 3]}}]
+    with zipfile.ZipFile(tmp_path / "model.keras", "w") as archive:
+        archive.writestr("config.json", json.dumps({"class_name": "Sequential", "config": {"layers": layers}}))
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "module.py").write_text(TASK)
     numbers = np.random.default_rng(0).normal(size=(200, 3))

@@ -8,8 +8,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "oomguard"
 ORDER = [
-    *("_core", "_spec", "_estimate", "_device", "_batch", "_rnn", "_task", "_step", "_probe", "_predict", "_search"),
-    *("_data", "_plan", "_guard", "_train", "_run", "_report", "_explore", "_api", "integrations", "_cli"),
+    *("_core", "_spec", "_estimate", "_device", "_batch", "_rnn", "_task", "_keras", "_step", "_probe", "_predict"),
+    *("_search", "_data", "_plan", "_guard", "_train", "_run", "_report", "_explore", "_api", "_cli", "integrations"),
 ]
 """Packages and modules of oomguard in import order; inside a package, modules may import one another."""
 SHOWN = ("_plan/value.py", "_plan/task_value.py", "_probe/record.py", "_estimate/breakdown.py")
@@ -78,7 +78,7 @@ def test_nothing_above_the_device_imports_torch() -> None:
 
 
 def test_only_the_search_imports_optuna() -> None:
-    assert importers("optuna") <= {"_search/run.py", "_search/sampler.py", "_search/study.py"}
+    assert importers("optuna") <= {"_search/run.py", "_search/sampler.py", "_search/study.py", "integrations/optuna.py"}
 
 
 def test_only_the_device_imports_nvml() -> None:

@@ -12,7 +12,7 @@ from oomguard._api.arguments import (
 )
 from oomguard._core.errors import MisuseError, check_names, check_whole, shown
 from oomguard._core.progress import tell
-from oomguard._core.units import parse_seconds, read_budget
+from oomguard._core.units import format_bytes, parse_seconds, read_budget
 from oomguard._device.find import find_budget, find_target
 from oomguard._estimate.breakdown import Estimate, estimate_batch, estimate_step, margin_bytes
 from oomguard._estimate.target import Target
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
     from oomguard._explore.widget import ExplorerWidget
+    from oomguard._keras.task import KerasModel
     from oomguard._plan.value import Plan
     from oomguard._report.curve import Curve
 
@@ -96,6 +97,28 @@ def _estimate_task(
         advice = "Give them as estimate(task, microbatch=8, segments=4)."
         raise MisuseError(rule="The knobs of a task are given by name", got="got a Candidate", advice=advice)
     return estimate_task(task, fields, target, steps=steps, **how)
+
+
+def estimate_keras(
+    path: str, device: str, budget_bytes: int, *, training: bool, steps: int | None = None,
+    timeout: float | str = SECONDS, **knobs: Any,
+) -> "tuple[KerasModel, Estimate, list[str]]":  # fmt: skip
+    """Read a Keras model from a file, estimate the same model in PyTorch, and say which knob helps."""
+    from oomguard._keras.task import as_task, read_model
+    from oomguard._plan.task_advice import estimate_and_advise
+    from oomguard._report.keras import notes_of
+
+    check_names("knob", knobs, KNOBS)
+    check_whole("steps", steps, 1, MAX_SEQ)
+    target, seconds, model = find_target(device), parse_seconds(timeout, "timeout"), read_model(path, steps)
+    weights_bytes, here_bytes = 4 * model.own_parameters, find_budget("cpu").left_bytes
+    if weights_bytes > here_bytes:
+        got = f"those of {path} need {format_bytes(weights_bytes)}, and {format_bytes(here_bytes)} are free"
+        rule, hint = "A model is built to be traced, so its weights must fit here", "Estimate a smaller one."
+        raise MisuseError(rule=rule, got=got, advice=hint)
+    how: dict[str, Any] = {"steps": model.steps, "training": training, "splits": not model.normalises}
+    found, advice = estimate_and_advise(as_task(model), knobs, target, budget_bytes, **how, seconds=seconds)
+    return model, replace(found, notes=(*notes_of(model), *found.notes)), advice
 
 
 @overload

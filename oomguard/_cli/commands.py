@@ -17,6 +17,7 @@ from oomguard._cli.flags import JSON, LOUDNESS, SPEC, Flag, Group, add_command, 
 from oomguard._core.errors import MisuseError, check_whole, conflict, visible, wrong
 from oomguard._core.progress import Status, tell
 from oomguard._core.units import read_budget
+from oomguard._keras.read import is_keras
 from oomguard._spec.read import PRESETS
 from oomguard._task.task import NAME
 
@@ -101,7 +102,8 @@ def _estimate(*, device: str = "cpu", budget: str | None = None, json: bool = Fa
     """Estimate the peak memory of one candidate by arithmetic: no run, no GPU, no torch.
 
     Flags override a preset and a spec file. --no-packed and the like turn off a switch of a spec file. A model of your
-    own is named by its oomguard.Task: one step of it is traced in a child process, which takes a few seconds.
+    own is named by its oomguard.Task: one step of it is traced in a child process, which takes a few seconds. A file of
+    Keras (.keras, .json or .h5) is read without Keras, and the same model in PyTorch is traced.
 
     [bold]Examples[/bold]
 
@@ -109,6 +111,7 @@ def _estimate(*, device: str = "cpu", budget: str | None = None, json: bool = Fa
     - oomguard estimate --preset char-lm --device rtx-4090 --precision bf16
     - oomguard estimate --model spec.toml --segments 100 --budget 6GiB --json
     - oomguard estimate --model package.module:task --seq 1000 --microbatch 8
+    - oomguard estimate --model model.keras --seq 1000 --batch 32
 
     Exit codes: 0 it fits, 1 it does not fit, 2 wrong usage.
     """
@@ -118,17 +121,20 @@ def _estimate(*, device: str = "cpu", budget: str | None = None, json: bool = Fa
 
     limit, limit_bytes = "--budget", read_budget(budget)
     limited = parsing.read_options(values, [flags.TRACED])
-    name, knobs = parsing.read_task(values)
+    keras = is_keras(values.get("model"))
+    name, knobs = parsing.read_keras(values) if keras else parsing.read_task(values)
     if name is None:
         spec, candidate = parsing.read(values)
     if limit_bytes is None:
         free = find_budget(device)
         limit, limit_bytes = free.binding.name, free.limit_bytes
+    training = not values.get("evaluate", False)
+    if keras:
+        return _estimate_keras(str(name), device, (limit, limit_bytes), json, training, knobs | limited)
     if name is not None:
         found = estimate(name, device=device, budget_bytes=limit_bytes, **limited, **knobs)
         text = partial(show_task_estimate, name, found, limit)
         return _answer(json, lambda: to_json(found), text, FITS if found.fits else DOES_NOT_FIT)
-    training = not values.get("evaluate", False)
     result = estimate(spec, candidate, device=device, budget_bytes=limit_bytes, training=training, **limited)
 
     def show(console: "Console") -> None:
@@ -137,6 +143,18 @@ def _estimate(*, device: str = "cpu", budget: str | None = None, json: bool = Fa
         show_estimate(spec, result, limit, advise(spec, result, find_target(device)), console)
 
     return _answer(json, lambda: to_json(result), show, FITS if result.fits else DOES_NOT_FIT)
+
+
+def _estimate_keras(
+    path: str, device: str, limit: tuple[str, int], json: bool, training: bool, options: dict[str, Any]
+) -> Answer:
+    from oomguard._api.measure import estimate_keras
+    from oomguard._report.keras import keras_json, show_keras
+
+    tell("Reading the model")
+    model, found, advice = estimate_keras(path, device, limit[1], training=training, **options)
+    show = partial(show_keras, model, found, limit[0], advice)
+    return _answer(json, lambda: keras_json(model, found, advice), show, FITS if found.fits else DOES_NOT_FIT)
 
 
 _PROBED = [flags.TIMEOUT, flags.LEDGER, *LOUDNESS, JSON]

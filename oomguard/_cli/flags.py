@@ -86,7 +86,10 @@ def flags_of(struct: Struct, leave_out: Iterable[str] = (), *, fixes: bool = Fal
 
 _CELLS = fields_of(Spec)["cell"].choices
 MODEL = Flag(
-    "model", "NAME", "Cell (rnn, lstm or gru), a spec file, or a task of your own: package.module:task.", choices=_CELLS
+    "model",
+    "NAME",
+    "Cell (rnn, lstm or gru), a spec file, a task of your own (package.module:task) or a .keras file.",
+    choices=_CELLS,
 )
 PRESET = Flag("preset", "NAME", "Start from a ready-made spec: " + ", ".join(PRESETS) + ".", choices=tuple(PRESETS))
 SPEC_FIELDS = sorted(flags_of(Spec, ["cell"]), key=lambda flag: flag.name not in ("seq", "batch"))

@@ -24,12 +24,13 @@ from oomguard._cli.flags import (
     TRAINED,
     Flag,
 )
-from oomguard._core.errors import MisuseError, conflict, flag, shown
+from oomguard._core.errors import MisuseError, check_whole, conflict, flag, shown
 from oomguard._core.system import check_regular
 from oomguard._data.options import DataOptions, PlanData
+from oomguard._keras.read import is_keras
 from oomguard._spec.candidate import Candidate, make_candidate
 from oomguard._spec.read import load_fields, make_spec, preset_fields, with_batch
-from oomguard._spec.spec import Spec
+from oomguard._spec.spec import MAX_BATCH, Spec
 from oomguard._task.estimate import COUNTED
 from oomguard._task.task import NAME, check_known
 
@@ -60,6 +61,22 @@ def read_task(values: dict[str, Any], also: tuple[str, ...] = ()) -> tuple[str |
             advice=f"Leave it out; a task takes --seq and {', '.join(map(flag, COUNTED))}.",
         )
     return name, knobs | steps | shared
+
+
+def read_keras(values: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The path of a Keras model, and its options: knobs, `steps`, and a batch that becomes microbatches."""
+    knobs, fields = read_options(values, CANDIDATE), read_options(values, [PRESET, *SPEC_FIELDS])
+    steps = {"steps": fields.pop("seq")} if "seq" in fields else {}
+    batch = fields.pop("batch", None)
+    check_whole("batch", batch, 1, MAX_BATCH)
+    for field in fields:
+        got, advice = f"got {values['model']}, a model of Keras", "Leave it out; the file has the layers."
+        raise MisuseError(rule=f"{flag(field)} describes a built-in model", got=got, advice=advice)
+    if batch is not None:
+        knobs = {"microbatch": batch} | knobs
+        check_whole("microbatch", knobs["microbatch"], 1, MAX_BATCH)
+        knobs = {"accumulation": -(-batch // knobs["microbatch"])} | knobs
+    return values["model"], knobs | steps
 
 
 def read_training(values: dict[str, Any], plan: "Plan | TaskPlan | None") -> tuple[Any, dict[str, Any]]:
@@ -206,6 +223,10 @@ def _spec_fields(model: str | None, name: str | None) -> dict[str, Any]:
             got=f"got {shown(model)}, a task",
             advice="Describe its layers by flags (--model lstm --hidden 256).",
         )
+    if is_keras(model):
+        advice = f"Write oomguard estimate --model {model}, or use oomguard.integrations.keras.read_task in Python."
+        rule = "This command takes a model that a spec describes"
+        raise MisuseError(rule=rule, got=f"got {shown(model)}, a model of Keras", advice=advice)
     if model is not None and model.lower() in MODEL.choices:
         model = model.lower()
     is_path = model and (any(sign in model for sign in "./\\") or os.path.exists(model))

@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -242,12 +242,12 @@ class Elsewhere(AbstractContextManager["Elsewhere", None]):
         function: str,
         *arguments: Any,
         seconds: float | None = None,
-        news: Callable[[Any], None] | None = None,
+        news: Callable[[Any], Any] | None = None,
     ) -> Any:
         """Call a function; returns its result or raises its error. What the child tells is told here.
 
-        `news` takes what the child gives to `send_news`. If the call takes more than so many seconds, or the process
-        ends, raises TimeoutError or ChildProcessError. The child is gone then.
+        `news` takes what the child gives to `send_news`, and answers what it gives to `ask_parent`. If the call takes
+        more than so many seconds, or the process ends, raises TimeoutError or ChildProcessError: the child is gone.
         """
         late, name = threading.Event(), f"{module}.{function}"
         timer = threading.Timer(threading.TIMEOUT_MAX if seconds is None else max(0.0, seconds), self._give_up, (late,))
@@ -262,6 +262,9 @@ class Elsewhere(AbstractContextManager["Elsewhere", None]):
             while returned is None:  # the child is still at work
                 if isinstance(value, Status):
                     tell(value)
+                elif news is not None and isinstance(value, Question):
+                    self._process.stdin.write(pickle.dumps(news(value.content)))
+                    self._process.stdin.flush()
                 elif news is not None:
                     news(value)
                 returned, value = pickle.load(self._process.stdout)
@@ -278,6 +281,15 @@ class Elsewhere(AbstractContextManager["Elsewhere", None]):
         if returned:
             return value
         raise value
+
+    @property
+    def pid(self) -> int:
+        """The process id of the child."""
+        return self._process.pid
+
+    def kill(self) -> None:
+        """End the child at once. May be called while a call waits."""
+        self._process.kill()
 
     def stop(self) -> None:
         """Ask the child to end, as a training does after its current step. May be called while a call waits."""
@@ -311,8 +323,9 @@ def _serve(parent: int, tied: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent ends this child
     end_with(parent, tied)
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    global _answers
+    global _answers, _calls
     calls, _answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    _calls = calls
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # prints go to stderr, so that they cannot mix with the answers
     with suppress(EOFError), listening(send_news):  # the parent is done
@@ -320,7 +333,21 @@ def _serve(parent: int, tied: bool) -> None:
             _send(_answer(*pickle.load(calls)))
 
 
+class Question(NamedTuple):
+    """What a child asks its parent while a call is at work."""
+
+    content: Any
+
+
 _answers: IO[bytes] | None = None  # in a child: the pipe to the parent
+_calls: IO[bytes] | None = None  # in a child: the pipe from the parent
+
+
+def ask_parent(content: Any) -> Any:
+    """In a child: ask the parent while a call is at work, and wait for the answer of its `news`."""
+    assert _calls is not None, "this process is no child"
+    send_news(Question(content))
+    return pickle.load(_calls)
 
 
 def send_news(value: Any) -> None:

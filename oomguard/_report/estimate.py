@@ -69,6 +69,12 @@ def show_estimate(spec: Spec, estimate: Estimate, limit: str, advice: list[str],
     _show_fit(estimate, console)
     limited = f" The budget is set by {limit}." if estimate.budget_bytes is not None else ""
     say(f"All figures are by arithmetic: nothing was run.{limited}")
+    show_advice(advice, console)
+
+
+def show_advice(advice: list[str], console: "Console") -> None:
+    """Print advice, if there is any."""
+    say = printer(console)
     if advice:
         say("")
         say("Advice", "bold")

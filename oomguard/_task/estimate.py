@@ -33,14 +33,15 @@ def estimate_task(
     seconds: float = SECONDS,
 ) -> Estimate:
     """Estimate one optimizer step of a task, or of the task of that name, without running it at full size."""
-    _check_counted(Candidate(**{"microbatch": 1} | knobs))
+    check_counted(Candidate(**{"microbatch": 1} | knobs))
     how: dict[str, Any] = {"steps": steps, "allocator": knobs.get("allocator"), "seconds": seconds}
     with Asker(task, target, **how, until=time.monotonic() + seconds) as asker:
         answer = asker.trace([knobs | {"training": training}])[0]
     return to_estimate(answer, Candidate(**knobs | {"microbatch": answer.rows}), target)
 
 
-def _check_counted(candidate: Candidate) -> None:
+def check_counted(candidate: Candidate) -> None:
+    """Raise if a knob has a value whose effect on a task is not estimated."""
     for name, knob in KNOBS.items():
         if name not in COUNTED and getattr(candidate, name) != knob.field.default:
             got = f"got {flag(name)} {getattr(candidate, name)}"

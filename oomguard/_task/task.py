@@ -137,6 +137,8 @@ def name_of(task: Task | str) -> str:
     """The name of a task as plans and records have it; for a task that has none, that of what builds its model."""
     if isinstance(task, str):
         return task
+    if isinstance(file := getattr(task.model, "oomguard_source", None), str):  # a model that was read from a file
+        return file
     made: Any = task.model if hasattr(task.model, "__qualname__") else type(task.model)
     return f"{made.__module__}:{made.__qualname__}"
 

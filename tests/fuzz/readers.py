@@ -7,6 +7,7 @@ import io
 import json
 import tempfile
 import warnings
+import zipfile
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
@@ -26,6 +27,7 @@ from oomguard._core.errors import OomguardError
 from oomguard._data.open import check_data, open_data
 from oomguard._data.options import DataOptions
 from oomguard._guard.events import Events
+from oomguard._keras.task import read_model
 from oomguard._plan.store import decode_plan
 from oomguard._probe.record import Ledger
 from oomguard._probe.verdict import Verdict
@@ -211,6 +213,24 @@ SPECS = (
     b'cell = "lstm"\nseq = 1000\nhidden = 32\nbatch = 8\noptimizer = "adam"\n',
     b'cell = "gru"\nvocab = 50\ntied = true\nembedding = 16\nhidden = 16\noutputs = 50\n[lengths]\n5 = 3\n9 = 1\n',
 )
+
+
+def _keras() -> list[bytes]:
+    """Models as Keras 2 and Keras 3 write them."""
+    return [path.read_bytes() for path in sorted((Path(__file__).parents[1] / "integrations").glob("keras_*.json"))]
+
+
+@cache
+def _keras_archives() -> list[bytes]:
+    """The same in archives."""
+    made = []
+    for content in _keras():
+        with zipfile.ZipFile(buffer := io.BytesIO(), "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("config.json", content)
+        made.append(buffer.getvalue())
+    return made
+
+
 READERS: dict[str, Reader] = {
     "flags": CommandLines(".json", _command_lines, _words),
     "spec": Reader(".toml", lambda: [*SPECS], lambda path: make_spec(load_fields(path))),
@@ -225,4 +245,6 @@ READERS: dict[str, Reader] = {
     "checkpoint": Reader(".json", _facts, _checkpoint, is_json=True),
     "settings": Reader(".json", _settings, _read_settings, is_json=True),
     "metrics": Reader(".csv", _rows, _metrics),
+    "keras": Reader(".json", _keras, lambda path: read_model(str(path), 7), is_json=True),
+    "keras archive": Reader(".keras", _keras_archives, lambda path: read_model(str(path), 7)),
 }
