@@ -8,7 +8,20 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "oomguard"
 ORDER = [
-    *("_core", "_spec", "_estimate", "_device", "_batch", "_rnn", "_task", "_step", "_probe", "_predict", "_search"),
+    *(
+        "_core",
+        "_spec",
+        "_estimate",
+        "_device",
+        "_batch",
+        "_rnn",
+        "_task",
+        "_adam8bit",
+        "_step",
+        "_probe",
+        "_predict",
+        "_search",
+    ),
     *("_data", "_plan", "_guard", "_train", "_report", "_api", "_cli"),
 ]
 """Packages and modules of oomguard in import order; inside a package, modules may import one another."""
