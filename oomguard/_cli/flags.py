@@ -54,6 +54,7 @@ _METAVARS: dict[type | str, str] = {
         "time": "COLUMN",
         "targets": "FILE",
         "cache": "DIR",
+        "log": "LIST",
         "run": "DIR",
         "save_every": "WHEN",
     },
