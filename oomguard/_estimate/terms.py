@@ -18,9 +18,7 @@ QUANTILE_BLOCK = 256  # elements per scale of an 8-bit state: bitsandbytes 0.45 
 QUANTISED_FROM = 4096  # elements; smaller tensors keep a 32-bit state: bitsandbytes 0.45 (min_8bit_size), torchao 0.18
 UPDATED_PIECE = 1 << 18  # elements of a weight that `_adam8bit` updates at once
 PIECE_COPIES = 14  # fp32 copies of such a piece while it is updated; measured with torchao 0.18: 13.3
-TORCHAO_BYTES = (
-    12 << 20
-)  # resident bytes of importing torchao 0.18 beside an optimizer of torch 2.13; measured: 11.7 MiB
+TORCHAO_BYTES = 12 << 20  # resident bytes of torchao 0.18, imported beside an optimizer of torch 2.13: 11.7 MiB
 
 STATES_PER_WEIGHT = {"sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2, "rmsprop": 1, "adagrad": 1, "adam8bit": 2}
 FOREACH_COPIES = {"sgd": 0, "sgd-momentum": 0, "adam": 1, "adamw": 1, "rmsprop": 1, "adagrad": 2, "adafactor": 1}

@@ -23,7 +23,7 @@ from oomguard._probe.runner import Runner
 from oomguard._search.largest import largest
 from oomguard._search.run import Limits, Progress, Search, SearchResult, measured_on, usable_bytes
 from oomguard._search.space import STEP_SECONDS, Choices, Problem, make_space
-from oomguard._spec.candidate import KNOBS, check_allow, check_fixed, make_candidate, renew
+from oomguard._spec.candidate import ALLOWED, KNOBS, check_allow, check_fixed, make_candidate, renew
 from oomguard._spec.lengths import same_model
 from oomguard._spec.spec import MAX_BATCH, Spec
 
@@ -128,6 +128,27 @@ def find_plan(question: Question, progress: Callable[[Progress], None] | None = 
     if plan is None:
         raise NothingFitsError(explain(result.problem, result.evidence))
     return plan
+
+
+def plan_again(plan: Plan, spec: Spec) -> Plan:
+    """The plan of another spec with the candidate of a plan, by arithmetic: nothing is run.
+
+    If that candidate is not sure to fit, the arithmetic chooses another.
+    """
+    knobs = {name: getattr(plan.candidate, name) for name, knob in KNOBS.items() if knob.searched}
+    given = {name: value for name, value in knobs.items() if value is not None}
+    budget = find_budget(plan.where.device)
+    environment = make_environment(plan.where, None, budget, [])
+    for fixed in (given, {}):
+        question = Question(
+            spec=spec, devices=(plan.where.device,), budget_bytes=plan.asked_budget_bytes, allow=ALLOWED, fixed=fixed
+        )
+        problem = _problem(question, plan.where, [], budget)
+        result = SearchResult(problem=problem, records=(), ended="estimate", seconds=0.0)
+        made = make_plan(result, environment, None, plan.asked_budget_bytes)
+        if made is not None:
+            return msgspec.structs.replace(made, exports=plan.exports, allow=plan.allow, fixed={}, data=plan.data)
+    raise NothingFitsError(explain(problem, []))
 
 
 def make_environment(target: Target, device: Device | None, budget: Budget, libraries: list[str]) -> Environment:

@@ -116,8 +116,8 @@ class Wandb(Tracker):
 
         state = state or TrackerState(id=uuid4().hex[:8])
         self.wandb = wandb
-        quiet = {"silent": True, "console": "off"}
-        private = {"disable_git": True, "save_code": False, "x_disable_stats": True}
+        settings = wandb.Settings(silent=True, console="off", disable_git=True, save_code=False)
+        settings.x_disable_stats = True
         self.wandb_run = wandb.init(
             project=PROJECT,
             name=self.run.name,
@@ -126,9 +126,7 @@ class Wandb(Tracker):
             config=self.params,
             notes=self.plan,
             mode="offline",
-            settings=wandb.Settings(
-                silent=True, console="off", disable_git=True, save_code=False, x_disable_stats=True
-            ),
+            settings=settings,
         )
         self.wandb_run.save(self.run / "plan.json", base_path=self.run, policy="now")
         return state
