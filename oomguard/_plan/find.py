@@ -135,8 +135,7 @@ def plan_again(plan: Plan, spec: Spec) -> Plan:
 
     If that candidate is not sure to fit, the arithmetic chooses another.
     """
-    knobs = {name: getattr(plan.candidate, name) for name, knob in KNOBS.items() if knob.searched}
-    given = {name: value for name, value in knobs.items() if value is not None}
+    given = {name: getattr(plan.candidate, name) for name, knob in KNOBS.items() if knob.searched}
     budget = find_budget(plan.where.device)
     environment = make_environment(plan.where, None, budget, [])
     for fixed in (given, {}):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from oomguard._core.errors import MisuseError, check_whole, conflict, flag, shown, wrong
+from oomguard._core.errors import MisuseError, check_choice, check_whole, conflict, flag, shown, wrong
 from oomguard._core.system import file_errors, read_file, write_file
 from oomguard._data.open import kind_of
 from oomguard._data.options import DataOptions, check_used
@@ -104,6 +104,8 @@ def check_predicted(run: Path, data: Any, output: str | None, given: Mapping[str
     if output is not None and Path(output).suffix.lower() not in (".npy", ".csv"):
         advice = "Give --output predictions.npy."
         raise MisuseError(rule="Predictions are written as .npy or .csv", got=f"got {output!r}", advice=advice)
+    if given.get("precision") is not None:
+        check_choice("precision", given["precision"], ("int8",))
     check_run(run)
     if given.get("device") is not None:
         find_target(given["device"])  # a device of that name exists somewhere
