@@ -109,7 +109,7 @@ def most_allocated(call: Any) -> int:
 def test_it_learns_as_adam_does() -> None:
     losses = {}
     for name in ("adam", "adam8bit"):
-        spec = Spec(cell="gru", seq=5, features=16, hidden=64, batch=4, optimizer=name)  # type: ignore[arg-type]
+        spec = Spec(cell="gru", seq=5, features=16, hidden=64, batch=4, optimizer=name)
         torch.manual_seed(0)
         training = prepare(spec, make_candidate(spec), lr=1e-2)
         inputs = torch.randn(5, 4, 16)

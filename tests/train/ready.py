@@ -26,7 +26,9 @@ def run_of(folder: Path, *, steps: int = 3, options: dict[str, Any] | None = Non
     plan = plan_of(((4, 1), (2, 1)), **GIVEN | fields)
     data = data_of(plan.spec)
     np.save(folder / "data.npy", data)
-    given = {"run": str(folder / "run"), "steps": steps, "lr": 0.02, "progress": False} | (options or {})
+    given: dict[str, Any] = {"run": str(folder / "run"), "steps": steps, "lr": 0.02, "progress": False} | (
+        options or {}
+    )
     with warnings.catch_warnings(action="ignore"):
         oomguard.train(plan, str(folder / "data.npy"), **given)
     return folder / "run", data

@@ -1,5 +1,6 @@
 """Exported models give what `predict` gives, in any number of rows and steps, and files are not replaced by mistake."""
 
+import importlib.util
 import warnings
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def test_without_onnxruntime_the_file_is_written_and_said_to_be_unchecked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, _ = run_of(tmp_path, hidden=4, layers=1)
-    find = export_module.importlib.util.find_spec
+    find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "onnxruntime" else find(name))
     done = oomguard.export(run, "onnx", output=str(tmp_path / "model.onnx"), progress=False)
     assert done.difference is None

@@ -145,8 +145,8 @@ def test_a_shrunk_model_begins_with_the_weights_of_the_larger(tmp_path: Path) ->
     smaller = oomguard.Recurrent(oomguard.load_plan(tmp_path / "new").spec)  # type: ignore[union-attr]
     oomguard.load_weights(tmp_path / "new", smaller)
     assert torch.equal(smaller.head.bias, larger.head.bias)
-    rows = {tuple(row) for row in larger.calls[0].weight_ih_l0.tolist()}
-    assert all(tuple(row) in rows for row in smaller.calls[0].weight_ih_l0.tolist())
+    rows = {tuple(row) for row in larger.direction(0, 0).get_parameter("weight_ih_l0").tolist()}
+    assert all(tuple(row) in rows for row in smaller.direction(0, 0).get_parameter("weight_ih_l0").tolist())
     assert done.parameters == sum(weight.numel() for weight in smaller.parameters())
     assert done.peak_bytes < done.peak_before_bytes
     assert done.loss is not None

@@ -3,6 +3,7 @@
 Nothing may reach the network: requests would go to a proxy that counts them. No process may outlive a training.
 """
 
+import importlib
 import json
 import os
 import signal
@@ -84,13 +85,15 @@ def mlflow_run(run: Path) -> Any:
 
     with warnings.catch_warnings(action="ignore"):  # MLflow uses what SQLAlchemy calls old
         client = MlflowClient(tracking_uri=f"sqlite:///{run / 'mlflow.db'}")
-    (found,) = client.search_runs([client.get_experiment_by_name("oomguard").experiment_id])
+    experiment = client.get_experiment_by_name("oomguard")
+    assert experiment is not None
+    (found,) = client.search_runs([experiment.experiment_id])
     return client, found
 
 
 def wandb_records(run: Path) -> list[dict[str, Any]]:
     """The rows of the histories in all offline folders of a run."""
-    from wandb.proto import wandb_internal_pb2
+    wandb_internal_pb2: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
 
     rows = []
     for file in sorted(run.glob("wandb/offline-run-*/run-*.wandb")):
@@ -212,12 +215,12 @@ with Trackers(run, ["wandb"]):
 
 def test_a_tracker_that_fails_is_told_at_the_end_and_disturbs_nothing(begun: Path) -> None:
     (begun / "mlflow.db").mkdir()
-    with (
-        pytest.warns(UserWarning, match=r"MLflow may lack the end of the training \(mlflow: "),
-        Trackers(begun, ["mlflow"]) as trackers,
-    ):
-        Metrics(begun).write(1, loss=1.0)
-        trackers.ended = "done"
+    trackers = Trackers(begun, ["mlflow"])
+    trackers.__enter__()
+    Metrics(begun).write(1, loss=1.0)
+    trackers.ended = "done"
+    with pytest.warns(UserWarning, match=r"MLflow may lack the end of the training \(mlflow: "):
+        trackers.__exit__(None, None, None)
     assert (begun / "trackers.log").exists()
     assert gone(begun)
 
