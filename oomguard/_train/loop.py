@@ -176,7 +176,9 @@ class Trainer(ABC):
                         self.save()
                     raise
                 self.save()
-            trackers.ended = ended
+            trackers.ended, trackers.peak_bytes = ended, self.guard.watch.peak_bytes
+        if self.metrics is not None:
+            self.metrics.conclude(self.guard.watch.peak_bytes)
         return self._result(ended)
 
     def _result(self, ended: str) -> TaskResult:

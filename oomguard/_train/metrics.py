@@ -71,6 +71,11 @@ class Metrics:
         if self._writer is not None:
             self._writer.add_text("events", _indented(f"{event.kind}: {event.reason}"), event.step)
 
+    def conclude(self, peak_bytes: int) -> None:
+        """Show the largest peak, in TensorBoard at the last step: a short training may end before its first reading."""
+        if self._writer is not None and peak_bytes:
+            self._writer.add_scalar("peak_bytes", peak_bytes, self.last_step)
+
     def flush(self) -> None:
         """Put all rows on the disk. Called before a checkpoint that relies on them."""
         if self.path.exists():

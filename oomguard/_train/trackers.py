@@ -81,7 +81,7 @@ class Trackers(AbstractContextManager["Trackers"]):
     """The process that feeds trackers while a training runs. It ends with the training, whatever ends that."""
 
     def __init__(self, directory: Path, names: Sequence[str]) -> None:
-        self.ended = "failed"  # why the training ended; set once it has
+        self.ended, self.peak_bytes = "failed", 0  # why the training ended, and its peak; set once it has
         self.directory, self.names = directory, [name for name in names if name in APART]
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -102,7 +102,7 @@ class Trackers(AbstractContextManager["Trackers"]):
             return
         tell("Waiting for the trackers")
         try:
-            process.communicate(f"{self.ended}\n".encode(), timeout=SECONDS)
+            process.communicate(f"{self.ended} {self.peak_bytes}\n".encode(), timeout=SECONDS)
         except subprocess.TimeoutExpired:
             pass
         finally:  # also if Ctrl-C is pressed again

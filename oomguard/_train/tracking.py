@@ -166,11 +166,13 @@ def serve(directory: str, names: Sequence[str]) -> None:
     while ended is None and trackers:
         _save(run, saved, trackers)
         ready, _, _ = select.select([sys.stdin], [], [], POLL_SECONDS)
-        ended = (sys.stdin.readline().strip() or "killed") if ready else None
+        ended, _, peak = (sys.stdin.readline().strip() or "killed").partition(" ") if ready else (None, "", "")
         rows = reader.rows()
         for name, tracker in [*trackers.items()]:
             try:
                 tracker.take(rows, reader.events)
+                if int(peak or 0):  # a short training may end before the first reading of its memory
+                    tracker.write([(tracker.state.step, {"peak_bytes": float(peak)})], [])
                 if ended is not None:
                     tracker.close(ended, reader.events)
             except Exception:

@@ -158,6 +158,7 @@ def check_wandb(run: Path, losses: dict[int, float]) -> None:
     assert len(folders) == 2
     assert {folder.name.rsplit("-", 1)[1] for folder in folders} == {read_state(run)["wandb"].id}
     rows = [row for row in wandb_records(run) if "loss" in row]
+    assert any(row.get("peak_bytes", 0) > 0 for row in wandb_records(run))
     assert {row["_step"]: row["loss"] for row in rows} == losses
     assert len(rows) == len(losses)
     assert all((folder / "files" / "plan.json").exists() for folder in folders)
@@ -171,6 +172,7 @@ def check_tensorboard(run: Path, losses: dict[int, float]) -> None:
     found.Reload()
     assert {event.step: pytest.approx(event.value) for event in found.Scalars("loss")} == losses
     assert [event.value for event in found.Scalars("rung")] == [0.0] * 5
+    assert found.Scalars("peak_bytes")[-1].value > 0
     assert {"plan/text_summary", "events/text_summary"} <= {*found.Tags()["tensors"]}
 
 
