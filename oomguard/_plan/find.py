@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from oomguard._core.errors import MisuseError, check_choice, check_whole, conflict, nearest, shown
+from oomguard._core.units import format_bytes
 from oomguard._device.budget import Budget
 from oomguard._device.cpu import cores
 from oomguard._device.find import Device, card_index, find_budget, find_target, open_device
@@ -147,7 +148,11 @@ def plan_again(plan: Plan, spec: Spec) -> Plan:
         made = make_plan(result, environment, None, plan.asked_budget_bytes)
         if made is not None:
             return msgspec.structs.replace(made, exports=plan.exports, allow=plan.allow, fixed={}, data=plan.data)
-    raise NothingFitsError(explain(problem, []))
+    raise MisuseError(
+        rule="A plan needs a candidate that fits",
+        got=f"none fits in {format_bytes(problem.budget_bytes)}, by arithmetic",
+        advice="Free memory, and try again.",
+    )
 
 
 def make_environment(target: Target, device: Device | None, budget: Budget, libraries: list[str]) -> Environment:

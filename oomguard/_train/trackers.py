@@ -87,9 +87,8 @@ class Trackers(AbstractContextManager["Trackers"]):
 
     def __enter__(self) -> "Trackers":
         if self.names:
-            call = (
-                f"from oomguard._train.tracking import serve; serve({str(self.directory.absolute())!r}, {self.names!r})"
-            )
+            given = f"{str(self.directory.absolute())!r}, {self.names!r}, {os.getpid()}"
+            call = f"from oomguard._train.tracking import serve; serve({given})"
             with file_errors("Trackers need a writable directory", self.directory), self._log.open("wb") as log:
                 self._process = subprocess.Popen(
                     command(call), stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True

@@ -61,6 +61,13 @@ class Tracker(ABC):
         self.state.step = max([self.state.step, *(step for step, _ in new)])
         self.state.events = len(events)
 
+    def conclude(self, last: str, events: Sequence[Event]) -> None:
+        """End the run with the last words of the training: why it ended, and its peak."""
+        ended, _, peak = last.partition(" ")
+        if int(peak or 0):  # a short training may end before the first reading of its memory
+            self.write([(self.state.step, {"peak_bytes": float(peak)})], [])
+        self.close(ended, events)
+
 
 class Mlflow(Tracker):
     """A run in MLflow's database: parameters, metrics, the plan and the events as files, and a description."""
@@ -149,7 +156,7 @@ class Wandb(Tracker):
 KINDS: dict[str, type[Tracker]] = {"mlflow": Mlflow, "wandb": Wandb}
 
 
-def serve(directory: str, names: Sequence[str]) -> None:
+def serve(directory: str, names: Sequence[str], parent: int) -> None:
     """Feed trackers until the training says on stdin why it ended, or has been killed.
 
     A fault of one tracker spares the others. Exits with 1 if there was one.
@@ -162,24 +169,29 @@ def serve(directory: str, names: Sequence[str]) -> None:
             trackers[name] = KINDS[name](run, saved.get(name))
         except Exception:  # whatever their libraries raise
             failed = _report(name)
-    reader, ended = _Reader(run), None
-    while ended is None and trackers:
+    reader, last = _Reader(run), None
+    while last is None and trackers:
         _save(run, saved, trackers)
-        ready, _, _ = select.select([sys.stdin], [], [], POLL_SECONDS)
-        ended, _, peak = (sys.stdin.readline().strip() or "killed").partition(" ") if ready else (None, "", "")
+        last = _last_words(parent)
         rows = reader.rows()
         for name, tracker in [*trackers.items()]:
             try:
                 tracker.take(rows, reader.events)
-                if int(peak or 0):  # a short training may end before the first reading of its memory
-                    tracker.write([(tracker.state.step, {"peak_bytes": float(peak)})], [])
-                if ended is not None:
-                    tracker.close(ended, reader.events)
+                if last is not None:
+                    tracker.conclude(last, reader.events)
             except Exception:
                 failed = _report(name)
                 del trackers[name]
     _save(run, saved, trackers)
     sys.exit(1 if failed else 0)
+
+
+def _last_words(parent: int) -> str | None:
+    """What the training says at its end; None if it goes on. A process that it forked may keep stdin open."""
+    ready, _, _ = select.select([sys.stdin], [], [], POLL_SECONDS)
+    if ready:
+        return sys.stdin.readline().strip() or "killed"
+    return None if os.getppid() == parent else "killed"
 
 
 def _report(name: str) -> bool:

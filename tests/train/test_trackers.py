@@ -176,6 +176,26 @@ def check_tensorboard(run: Path, losses: dict[int, float]) -> None:
     assert {"plan/text_summary", "events/text_summary"} <= {*found.Tags()["tensors"]}
 
 
+def test_the_training_of_a_task_is_tracked_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    monkeypatch.setenv("OOMGUARD_TEST_RUN", str(run))
+    task = oomguard.Task(
+        model=lambda: torch.nn.GRU(3, 4),
+        loss=lambda model, batch: model(batch)[0].square().mean(),
+        batch=lambda rows, steps: torch.randn(steps, rows, 3),
+    )
+    plan = oomguard.find_feasible_config(
+        task, batch=4, steps=5, threads=1, max_probes=1, timeout="5min", progress=False
+    )
+    with warnings.catch_warnings(action="ignore"):
+        result = oomguard.train(plan, task, steps=2, run=str(run), log="wandb", progress=False)
+        oomguard.train(plan, task, steps=3, run=str(run), resume=True, progress=False)
+    assert result.log == ("wandb",)
+    assert [row["_step"] for row in wandb_records(run) if "loss" in row] == [1, 2, 3]
+    assert len({folder.name.rsplit("-", 1)[1] for folder in run.glob("wandb/offline-run-*")}) == 1
+    assert gone(run)
+
+
 # ---- the process of the trackers, on a directory as a training writes it
 
 
