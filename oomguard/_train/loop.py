@@ -166,8 +166,8 @@ class Trainer(ABC):
             self.metrics.describe(str(self.config.plan))
         names = self.config.options.trackers if self.ranks.first else ()
         # trackers begin before the guard limits the memory of this process and of those that it starts
-        with _collect_signals(self._signals), Trackers(self.config.directory, names) as trackers:
-            with self.guard:
+        with Trackers(self.config.directory, names) as trackers:
+            with _collect_signals(self._signals), self.guard:
                 try:
                     while (ended := self._ended()) is None:
                         self._run_batches()

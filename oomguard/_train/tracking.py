@@ -13,12 +13,12 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import msgspec
 
 from oomguard._core.system import write_file
-from oomguard._guard.events import Event
 from oomguard._plan.store import load_plan
 from oomguard._train.metrics import COLUMNS, CSV
 from oomguard._train.runs import read_run
@@ -30,6 +30,15 @@ EVENTS = "events.jsonl"
 MOST_METRICS, MOST_CHARACTERS = 1000, 5000  # MLflow 3.17: metrics of one call, characters of a tag
 
 Row = tuple[int, dict[str, float]]  # a step and its numbers
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """An event of the guard, as its line has it (`_guard/events.py`, which would import PyTorch)."""
+
+    step: int
+    kind: str
+    reason: str
+    figures: dict[str, Any] = {}
 
 
 class Tracker(ABC):

@@ -295,6 +295,12 @@ def test_a_listener_hears_of_events(tmp_path: Path) -> None:
     assert heard == events.read()
 
 
+def test_the_process_of_the_trackers_does_without_pytorch() -> None:
+    code = f"import sys; sys.path.insert(0, {ROOT!r}); import oomguard._train.tracking; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "mlflow", "wandb"} & {*done.stdout.split()}
+
+
 # ---- options
 
 
