@@ -28,6 +28,7 @@ LAYERS = [
     ("_rnn", "exact recurrent calls: plain, in segments, in chunks"),
     ("_task", "your own model, loss and data: batches, estimate, check of knobs"),
     ("_keras", "models of Keras as tasks, read from their files"),
+    ("_adam8bit", "Adam with a state in 8 bits, with torchao"),
     ("_step", "one optimizer update of a candidate"),
     ("_probe", "real steps in a child process: records, verdicts, ledger"),
     ("_predict", "estimate and records give peak, margin and seconds"),

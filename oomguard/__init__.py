@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from oomguard._api.files import export, shrink
     from oomguard._api.measure import curves, estimate, explore, probe, tradeoffs
     from oomguard._api.plan import find_feasible_config, sampler
     from oomguard._api.train import guard, load_weights, predict, resume, train
@@ -59,6 +60,7 @@ __all__ = [
     "curves",
     "estimate",
     "explore",
+    "export",
     "find_feasible_config",
     "guard",
     "load_plan",
@@ -73,6 +75,7 @@ __all__ = [
     "scan",
     "segment",
     "segmented",
+    "shrink",
     "stepper",
     "tradeoffs",
     "train",
@@ -80,6 +83,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "_api.files": "export shrink",
     "_api.measure": "curves estimate explore probe tradeoffs",
     "_api.plan": "find_feasible_config sampler",
     "_api.train": "guard load_weights predict resume train",

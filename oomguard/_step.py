@@ -13,6 +13,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import get_total_norm
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
+from oomguard._adam8bit import TorchaoAdam8bit, TorchaoAdamW8bit
 from oomguard._core.errors import MisuseError
 from oomguard._rnn import Microbatch, backward
 from oomguard._rnn.model import Recurrent, build, trainable
@@ -32,6 +33,7 @@ _OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     **{"sgd": SGD, "sgd-momentum": partial(SGD, momentum=0.9)},
 }
 _IN_8_BITS = {"adam": "Adam8bit", "adamw": "AdamW8bit", "sgd-momentum": "SGD8bit", "rmsprop": "RMSprop8bit"}
+"""The optimizers of bitsandbytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,24 +94,23 @@ def make_optimizer(model: Recurrent, candidate: Candidate, lr: float = 1e-3) -> 
 
 
 def _in_8_bits(name: str, parameters: list[nn.Parameter], lr: float) -> Optimizer:
-    """Make an optimizer of bitsandbytes, which is not installed with oomguard."""
+    """Make an optimizer of bitsandbytes on a card, if that is installed there, otherwise ours with torchao."""
     try:
+        if parameters[0].device.type == "cpu":
+            raise ImportError
         from bitsandbytes import optim  # type: ignore[import-not-found]
-    except ImportError as error:
+    except ImportError:
+        makers: dict[str, Callable[..., Optimizer]] = {"adam": TorchaoAdam8bit, "adamw": TorchaoAdamW8bit}
+    else:
+        makers = {name: getattr(optim, of_package) for name, of_package in _IN_8_BITS.items()}
+    if name not in makers:
         raise MisuseError(
-            rule="An optimizer state in 8 bits needs the package bitsandbytes",
-            got=f"it could not be imported ({error})",
-            advice="Install bitsandbytes, or leave --state-8bit and --optimizer adam8bit out.",
-        ) from None
-    if name not in _IN_8_BITS:
-        raise MisuseError(
-            rule=f"In 8 bits there are {', '.join(_IN_8_BITS)}",
+            rule=f"In 8 bits there are {', '.join(makers)} here",
             got=f"got --optimizer {name}",
             advice="Take one of these, or leave --state-8bit out.",
         )
     momentum = {"momentum": 0.9} if name == "sgd-momentum" else {}
-    optimizer: Optimizer = getattr(optim, _IN_8_BITS[name])(parameters, lr=lr, **momentum)
-    return optimizer
+    return makers[name](parameters, lr=lr, **momentum)
 
 
 def step(training: Training, microbatches: Iterable[Microbatch], targets: int, clip: float | None = None) -> Outcome:

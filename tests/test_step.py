@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from oomguard._core.errors import MisuseError
 from oomguard._rnn import Microbatch, count_targets
 from oomguard._rnn.model import build
 from oomguard._spec.candidate import make_candidate
@@ -99,7 +98,7 @@ def test_in_single_precision_the_weights_agree_to_rounding(cell: str, knobs: dic
     assert furthest(weights, whole_after(cell, "per-step", torch.float32)) < 1e-4
 
 
-@pytest.mark.parametrize("name", [name for name in get_args(Optimizer) if name != "adam8bit"])
+@pytest.mark.parametrize("name", get_args(Optimizer))
 @pytest.mark.parametrize("update", ["foreach", "fused", "loop"])
 def test_an_offloaded_state_gives_the_same_weights(name: Any, update: str) -> None:
     spec = Spec(cell="gru", seq=STEPS, features=3, hidden=8, batch=ROWS, optimizer=name)
@@ -193,19 +192,6 @@ def test_a_step_that_overflows_is_skipped_and_said_so() -> None:
 def test_a_batch_without_a_microbatch_is_refused() -> None:
     with pytest.raises(AssertionError, match="at least one microbatch"):
         step(prepare(SPEC, make_candidate(SPEC)), [], 1)
-
-
-@pytest.mark.parametrize("fields", [{"optimizer": "adam8bit"}, {}])
-def test_a_state_in_8_bits_names_the_package_that_it_needs(fields: dict[str, Any]) -> None:
-    try:
-        import bitsandbytes  # type: ignore[import-not-found] # noqa: F401
-    except ImportError:
-        pass
-    else:
-        pytest.skip("bitsandbytes is installed here")
-    spec = Spec(cell="gru", seq=5, **fields)
-    with pytest.raises(MisuseError, match="needs the package bitsandbytes"):
-        make_optimizer(build(spec), make_candidate(spec, state_8bit=True))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

@@ -93,6 +93,8 @@ STARTS = {
     "train": "train {unlimited} --data {data} --run {home}/refused",
     "predict": "predict {run} --data {data}",
     "resume": "resume {run} --data {data}",
+    "export": "export {run}",
+    "shrink": "shrink {run}",
     "show": "show {plan}",
     "run": "run",
 }

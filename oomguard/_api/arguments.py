@@ -135,6 +135,7 @@ class ResumeFields(DataFields, total=False):
     keep: int
     log_every: int
     tensorboard: bool
+    log: str | Sequence[str]
 
 
 class TrainFields(ResumeFields, total=False):

@@ -97,7 +97,7 @@ def _usage_error(error: Any, words: list[str]) -> MisuseError:
         what = f"one {' and one '.join(arguments)} and options" if arguments else "options only"
         return MisuseError(rule=f"{command} takes {what}", got=f"got {shown(extra)}", advice="Put a flag before it.")
     if kind == "MissingParameter":
-        run = command.endswith(("predict", "resume", "compare"))
+        run = command.endswith(("predict", "resume", "compare", "export", "shrink"))
         what, name = ("the directory of a run", "runs/lstm-1000") if run else ("a plan file", "plan.json")
         return MisuseError(rule=f"{command} needs {what}", got="got none", advice=f"Write it as {command} {name}.")
     return MisuseError(rule=f"{command} was called in a wrong way", got=message, advice=see)

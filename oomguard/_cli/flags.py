@@ -55,6 +55,7 @@ _METAVARS: dict[type | str, str] = {
         "time": "COLUMN",
         "targets": "FILE",
         "cache": "DIR",
+        "log": "LIST",
         "run": "DIR",
         "save_every": "WHEN",
     },
@@ -158,7 +159,23 @@ PREDICTED = [
     FORCE,
     Flag("probabilities", "", "Write the probabilities of all classes, not the likeliest class.", bool),
     Flag("device", "NAME", "cpu, cuda or cuda:1 (default: as the plan)."),
+    Flag("precision", "NAME", "Precision of the weights (default: as trained).", choices=("int8",)),
     *LOUDNESS,
+]
+_TO = "Format of the file (default: state_dict)."
+EXPORTED = [  # the choices are written out, so that the help need not import the training; a test compares
+    Flag("to", "NAME", _TO, choices=("state_dict", "torchscript", "onnx")),
+    Flag("output", "FILE", "File to write (default: model.pt, model.ts or model.onnx)."),
+    FORCE,
+    Flag("model", "NAME", "The task of a run of a task: package.module:task."),
+    *LOUDNESS,
+    JSON,
+]
+SHRUNK = [
+    Flag("hidden", "P", "Share of the hidden units of every layer to keep (default: 0.75)."),
+    Flag("output", "DIR", "Directory of the smaller run (default: the name of the run, and the share)."),
+    *LOUDNESS,
+    JSON,
 ]
 DRAWN = [
     Flag("prompt", "TEXT", "Text that a model of text goes on with, in the place of data."),

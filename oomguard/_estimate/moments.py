@@ -125,8 +125,9 @@ def _standing(step: Pass) -> Terms:
     spec, candidate, target = step.spec, step.candidate, step.target
     scaler = terms.SCALER_BYTES if candidate.precision == "fp16" else 0
     microbatch = terms.input_bytes(spec, candidate)
+    imported = 0 if target.cuda or not terms.in_8_bits(spec, candidate) else terms.TORCHAO_BYTES
     return dict.fromkeys(TERMS, 0) | {
-        "runtime": target.runtime_bytes,
+        "runtime": target.runtime_bytes + imported,
         "weights": terms.weights_bytes(spec) + _cast_bytes(step),
         "optimizer": 0 if candidate.offload and target.cuda else terms.optimizer_bytes(spec, candidate),
         "workspace": CUBLAS_HANDLES * target.cublas_bytes + scaler if target.cuda else MATH_BUFFER_BYTES,

@@ -14,8 +14,11 @@ from oomguard._spec.spec import MAX_BATCH, Spec
 Shape = tuple[int, ...]
 SCALER_BYTES = 3 * 512
 """GradScaler's scale, growth counter and found_inf, a block each; it unscales gradients in place, without copies."""
-QUANTILE_BLOCK = 256  # elements per scale of an 8-bit state: bitsandbytes 0.45, blockwise quantisation
-QUANTISED_FROM = 4096  # elements; smaller tensors keep a 32-bit state: bitsandbytes 0.45, min_8bit_size
+QUANTILE_BLOCK = 256  # elements per scale of an 8-bit state: bitsandbytes 0.45 and torchao 0.18, blockwise
+QUANTISED_FROM = 4096  # elements; smaller tensors keep a 32-bit state: bitsandbytes 0.45 (min_8bit_size), torchao 0.18
+UPDATED_PIECE = 1 << 18  # elements of a weight that `_adam8bit` updates at once
+PIECE_COPIES = 14  # fp32 copies of such a piece while it is updated; measured with torchao 0.18: 13.3
+TORCHAO_BYTES = 12 << 20  # resident bytes of torchao 0.18, imported beside an optimizer of torch 2.13: 11.7 MiB
 
 STATES_PER_WEIGHT = {"sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2, "rmsprop": 1, "adagrad": 1, "adam8bit": 2}
 FOREACH_COPIES = {"sgd": 0, "sgd-momentum": 0, "adam": 1, "adamw": 1, "rmsprop": 1, "adagrad": 2, "adafactor": 1}
@@ -79,25 +82,42 @@ def optimizer_bytes(spec: Spec, candidate: Knobs) -> int:
     """The optimizer's state between steps.
 
     SGD none; momentum, RMSprop, Adagrad one fp32 number per weight; Adam two; Adafactor a row and a column of each
-    matrix; in 8 bits one byte instead of four, and a scale for every 256, except for tensors under 4,096.
+    matrix; in 8 bits one byte instead of four, and a scale for every 256, except for tensors of less than 4,096
+    elements or not of whole blocks.
     """
     shapes = trained(spec)
     if spec.optimizer == "adafactor":
         return sum(4 * sum(shape) for shape in shapes)
     states = STATES_PER_WEIGHT[spec.optimizer]
-    if spec.optimizer == "adam8bit" or candidate.state_8bit:
+    if in_8_bits(spec, candidate):
         sizes = [math.prod(shape) for shape in shapes]
-        return states * sum(n + 4 * -(-n // QUANTILE_BLOCK) if n >= QUANTISED_FROM else 4 * n for n in sizes)
+        return states * sum(n + 4 * (n // QUANTILE_BLOCK) if is_quantised(n) else 4 * n for n in sizes)
     return states * 4 * elements(shapes)
+
+
+def in_8_bits(spec: Spec, candidate: Knobs) -> bool:
+    """Whether the optimizer's state is kept in 8 bits."""
+    return spec.optimizer == "adam8bit" or bool(candidate.state_8bit)
+
+
+def is_quantised(count: int) -> bool:
+    """Whether the state of a weight with so many elements is kept in 8 bits, if others are.
+
+    torchao keeps weights that are not of whole blocks in 32 bits; bitsandbytes does not, and then needs a little less.
+    """
+    return count >= QUANTISED_FROM and count % QUANTILE_BLOCK == 0
 
 
 def update_bytes(spec: Spec, candidate: Knobs) -> int:
     """Temporary copies during the optimizer step.
 
     foreach works on all gradients at once (`FOREACH_COPIES`). One after the other, a tensor needs `LOOP_COPIES` of its
-    own size while the one before it still has its last: `max(copies x n_i + n_(i-1))`. Fused needs none.
+    own size while the one before it still has its last: `max(copies x n_i + n_(i-1))`. Fused needs none. With a state
+    in 8 bits, a piece of a weight is updated at a time.
     """
     shapes = trained(spec)
+    if in_8_bits(spec, candidate):
+        return PIECE_COPIES * 4 * min(UPDATED_PIECE, max(map(math.prod, shapes)))
     if candidate.update == "foreach" and spec.optimizer in FOREACH_COPIES:
         return FOREACH_COPIES[spec.optimizer] * 4 * elements(shapes)
     if candidate.update == "fused" or spec.optimizer not in LOOP_COPIES:

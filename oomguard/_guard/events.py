@@ -3,6 +3,7 @@
 import math
 import os
 from collections import deque
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ class Events:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self.listener: Callable[[Event], None] | None = None
+        """Called with each event after it was written."""
         self._unread: deque[Event] = deque(maxlen=100)  # bounded: a caller may never ask for them
 
     def append(self, step: int, kind: str, reason: str, **figures: object) -> Event:
@@ -39,6 +42,8 @@ class Events:
         with file_errors(_RULE, self.path):
             append_line(self.path, msgspec.json.encode(event))
         self._unread.append(event)
+        if self.listener is not None:
+            self.listener(event)
         return event
 
     def take_new(self) -> tuple[Event, ...]:

@@ -1,6 +1,5 @@
 """Advice: what would make one candidate fit (`advise`), or any candidate of a search (`explain`), with its figures."""
 
-import importlib.util
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -22,7 +21,7 @@ from oomguard._plan.value import Shortfall, Way, figures
 from oomguard._predict.calibration import Prediction
 from oomguard._probe.record import Record
 from oomguard._search.screen import screen
-from oomguard._search.space import Problem, make_space
+from oomguard._search.space import Problem, has_8bit, make_space
 from oomguard._spec.candidate import ALLOWED, KNOBS, Candidate, Candidates, serve
 from oomguard._spec.lengths import longest_that_fits, with_steps
 from oomguard._spec.spec import Spec
@@ -311,7 +310,7 @@ def _ways(problem: Problem, records: Sequence[Record], case: Case) -> Iterator[W
         return Way(change=change, needed_bytes=least, fits=least <= problem.budget_bytes, allowed=allowed)
 
     for words in [*((word,) for word in ALLOWED), ALLOWED]:
-        if "8bit" not in words or importlib.util.find_spec("bitsandbytes") is not None:
+        if "8bit" not in words or has_8bit(problem.spec, problem.target):
             allow = tuple(dict.fromkeys([*choices.allow, *words]))
             yield way(in_flags(allow=",".join(allow)), allow=allow, allowed={*words} <= {*choices.allow})
     for name in choices.fixed:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from oomguard._core.errors import MisuseError, check_choice, check_whole, conflict, nearest, shown
+from oomguard._core.units import format_bytes
 from oomguard._device.budget import Budget
 from oomguard._device.cpu import cores
 from oomguard._device.find import Device, card_index, find_budget, find_target, open_device
@@ -23,7 +24,7 @@ from oomguard._probe.runner import Runner
 from oomguard._search.largest import largest
 from oomguard._search.run import Limits, Progress, Search, SearchResult, measured_on, usable_bytes
 from oomguard._search.space import STEP_SECONDS, Choices, Problem, make_space
-from oomguard._spec.candidate import KNOBS, check_allow, check_fixed, make_candidate, renew
+from oomguard._spec.candidate import ALLOWED, KNOBS, check_allow, check_fixed, make_candidate, renew
 from oomguard._spec.lengths import same_model
 from oomguard._spec.spec import MAX_BATCH, Spec
 
@@ -138,6 +139,30 @@ def find_plan(question: Question, progress: Callable[[Progress], None] | None = 
 def _limits_after(plan: Plan, limits: Limits) -> Limits:
     """What a search has left of its limits after another one, but at least a probe and a second."""
     return Limits(max_probes=max(1, limits.max_probes - plan.probes), seconds=max(1.0, limits.seconds - plan.seconds))
+
+
+def plan_again(plan: Plan, spec: Spec) -> Plan:
+    """The plan of another spec with the candidate of a plan, by arithmetic: nothing is run.
+
+    If that candidate is not sure to fit, the arithmetic chooses another.
+    """
+    given = {name: getattr(plan.candidate, name) for name, knob in KNOBS.items() if knob.searched}
+    budget = find_budget(plan.where.device)
+    environment = make_environment(plan.where, None, budget, [])
+    for fixed in (given, {}):
+        question = Question(
+            spec=spec, devices=(plan.where.device,), budget_bytes=plan.asked_budget_bytes, allow=ALLOWED, fixed=fixed
+        )
+        problem = _problem(question, plan.where, [], budget)
+        result = SearchResult(problem=problem, records=(), ended="estimate", seconds=0.0)
+        made = make_plan(result, environment, None, plan.asked_budget_bytes)
+        if made is not None:
+            return msgspec.structs.replace(made, exports=plan.exports, allow=plan.allow, fixed={}, data=plan.data)
+    raise MisuseError(
+        rule="A plan needs a candidate that fits",
+        got=f"none fits in {format_bytes(problem.budget_bytes)}, by arithmetic",
+        advice="Free memory, and try again.",
+    )
 
 
 def make_environment(target: Target, device: Device | None, budget: Budget, libraries: list[str]) -> Environment:

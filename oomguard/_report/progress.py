@@ -10,6 +10,7 @@ from oomguard._core.units import format_bytes
 from oomguard._report.screens import make_screen
 from oomguard._report.tables import printer
 from oomguard._report.words import figure, pieces_phrase, times
+from oomguard._train.trackers import open_commands
 
 if TYPE_CHECKING:  # a search does not wait for the import of training, nor the reverse
     from rich.console import Console
@@ -128,5 +129,8 @@ def show_training(result: "TaskResult", console: "Console") -> None:
     if any(result.missing):
         say(f"Of all sequences, {result.missing.words()}.")
     say(f"Checkpoints, metrics and events are in {result.run}.")
+    for name, words in open_commands(result.run, result.log):
+        say(f"To see it in {name}:")
+        console.print(f"  {words}", soft_wrap=True)  # a command to copy stays on one line
     if result.ended == "interrupted":
         say(f"To continue: oomguard resume {result.run}")

@@ -169,6 +169,11 @@ class Recurrent(nn.Module):
         """The device of the weights."""
         return self.head.weight.device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the outputs."""
+        return self.head.weight.dtype
+
 
 def _recurrent(spec: Spec, index: int, layers: int, directions: int | None = None) -> nn.Module:
     shape: dict[str, Any] = {

@@ -59,7 +59,7 @@ class Run:
         length = candidate.window or -(-self.steps // candidate.segments)
         self.length = self.steps if whole else length  # steps of a piece
         self.pieces = -(-self.steps // self.length)
-        self.total = torch.zeros((), device=model.device, dtype=model.head.weight.dtype)  # sum of the losses so far
+        self.total = torch.zeros((), device=model.device, dtype=model.dtype)  # sum of the losses so far
         random = model.spec.dropout and model.training and len(model.calls) > 1
         self.generators = generators_of(model.device)[-1:] if random else []  # those that dropout draws from
         self.home = torch.device("cpu") if candidate.keep == "host" else model.device

@@ -91,7 +91,7 @@ def make_space(spec: Spec, target: Target, budget_bytes: int, choices: Choices) 
         "offload": target.cuda and 2 * weights_bytes > WORTH * budget_bytes,
         "update": weights_bytes > WORTH * budget_bytes,
         "keep": target.cuda and spec.steps * spec.batch * spec.inputs > WORTH * budget_bytes,
-        "state_8bit": importlib.util.find_spec("bitsandbytes") is not None,
+        "state_8bit": has_8bit(spec, target),
     }
     for name in dict.fromkeys([*worth, *KNOBS]):
         role = KNOBS[name].role
@@ -100,6 +100,13 @@ def make_space(spec: Spec, target: Target, budget_bytes: int, choices: Choices) 
     values |= {name: (value,) for name, value in fixed.items() if KNOBS[name].role.group != "shape"}
     settings = [dict(zip(values, combination, strict=True)) for combination in itertools.product(*values.values())]
     return Space(settings=tuple(settings), choices=choices)
+
+
+def has_8bit(spec: Spec, target: Target) -> bool:
+    """Whether the optimizer's state can be kept in 8 bits with the packages that are installed here."""
+    if target.cuda and importlib.util.find_spec("bitsandbytes") is not None:
+        return True
+    return spec.optimizer in ("adam", "adamw", "adam8bit") and importlib.util.find_spec("torchao") is not None
 
 
 def _settings(spec: Spec, target: Target, choices: Choices) -> dict[str, tuple[Any, ...]]:

@@ -1,7 +1,7 @@
 """The trainer: runs a plan on data under the guard. It can be killed at any moment and resumed.
 
 Here are its options. `start.py` prepares a training, `loop.py` runs it, `checkpoint.py` and `tensors.py` save it,
-`metrics.py` logs it, `ranks.py` connects several processes, `evaluate.py` validates and predicts.
+`metrics.py` and `trackers.py` log it, `ranks.py` connects several processes, `evaluate.py` validates and predicts.
 Tasks share all of that: `task_start.py` prepares one, `task.py` has its steps and `task_data.py` its batches.
 """
 
@@ -11,10 +11,11 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from oomguard._core.errors import Bounds, MisuseError, check_fields, wrong
+from oomguard._core.errors import Bounds, MisuseError, check_fields, nearest, shown, wrong
 from oomguard._core.units import parse_seconds
 
 Schedule = Literal["constant", "cosine", "linear", "step"]
+TRACKERS = ("mlflow", "wandb", "tensorboard")
 _COUNT = Bounds(1, 10**15)
 
 
@@ -52,7 +53,9 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     log_every: Annotated[int, _COUNT] = 1
     """Optimizer steps between two rows of the metrics."""
     tensorboard: bool = False
-    """Write event files for TensorBoard as well as the CSV."""
+    """Write event files for TensorBoard as well as the CSV. It is the same as `log` with tensorboard."""
+    log: tuple[str, ...] = ()
+    """Trackers that show the training as well: mlflow, wandb, tensorboard, or none. They write to local files only."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -61,8 +64,14 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not (is_number and 0 < value < math.inf) and not (name == "clip" and value is None):
                 raise wrong(name, "a number above 0", value, "Write it as 0.001.")
+        msgspec.structs.force_setattr(self, "log", _tracker_names(self.log))
         if self.save_interval == (math.inf, math.inf):
             raise wrong("save_every", "a number of steps or a duration", self.save_every, "Write it as 500 or 10min.")
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """All trackers by name, each once."""
+        return tuple(dict.fromkeys([*self.log, *(["tensorboard"] if self.tensorboard else [])]))
 
     @property
     def save_interval(self) -> tuple[float, float]:
@@ -79,6 +88,16 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.steps is not None and self.epochs is not None:
             return min(self.steps, self.epochs * per_epoch)
         return self.steps if self.steps is not None else (self.epochs or 1) * per_epoch
+
+
+def _tracker_names(value: object) -> tuple[str, ...]:
+    """The trackers that are asked for, by one name or several; "none" alone means no tracker."""
+    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, tuple | list) else (value,)
+    for name in names:
+        if name not in TRACKERS and names != ("none",):
+            rule = f"--log takes {', '.join(TRACKERS)}, or none"
+            raise MisuseError(rule=rule, got=f"got {shown(name)}", advice=nearest(name, [*TRACKERS, "none"]))
+    return () if names == ("none",) else tuple(dict.fromkeys(map(str, names)))
 
 
 def learning_rate(options: TrainOptions, step: int, total: int) -> float:

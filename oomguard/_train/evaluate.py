@@ -16,7 +16,7 @@ from oomguard._core.progress import Status, tell
 from oomguard._core.system import check_regular, file_errors
 from oomguard._data.files import BYTE_TOKENS
 from oomguard._data.loader import read_microbatch
-from oomguard._data.open import open_source
+from oomguard._data.open import open_data, open_source
 from oomguard._data.rows import Source
 from oomguard._data.source import Array, Ints
 from oomguard._device.find import open_device
@@ -24,7 +24,7 @@ from oomguard._estimate.breakdown import estimate_step
 from oomguard._estimate.target import Target
 from oomguard._plan.store import load_spec_plan
 from oomguard._probe.verdict import Verdict, judge
-from oomguard._rnn import count_targets, evaluate, outputs
+from oomguard._rnn import Microbatch, count_targets, evaluate, outputs
 from oomguard._rnn.model import Recurrent
 from oomguard._rnn.run import IGNORED
 from oomguard._spec.candidate import Candidate
@@ -118,8 +118,12 @@ def run_prediction(
     probabilities: bool = False,
     device: str | None = None,
     model: Model = None,
+    precision: str | None = None,
 ) -> Array | Path:
-    """All predictions as an array or in the file `output`. `options` are data options other than the training's."""
+    """All predictions as an array or in the file `output`. `options` are data options other than the training's.
+
+    `precision`: int8, or None for that of the training.
+    """
     checkpoint = find_checkpoint(Path(run))
     plan, state = load_spec_plan(Path(run) / "plan.json"), checkpoint.state
     spec = checkpoint.spec or plan.spec
@@ -134,6 +138,10 @@ def run_prediction(
     load_weights(checkpoint, network)
     candidate = evaluation_candidate(spec, checkpoint.candidate, plan.where)
     target_device.settle(candidate)
+    if precision is not None:
+        candidate = msgspec.structs.replace(candidate, precision="fp32")
+        some = read_microbatch(source, np.arange(min(len(source), candidate.microbatch)))
+        network = _in_8_bits(Path(run), network, some, candidate, state)
 
     def predict(sequences: Ints) -> Array:
         done.add(len(sequences))
@@ -149,6 +157,28 @@ def run_prediction(
         names = ["class"] if classes else columns_of(state, spec, labels)
         return _write_csv(blocks, source, spec, output, names, labels if classes else ())
     return _write_array(blocks, source, spec, output, classes=classes)
+
+
+def _in_8_bits(run: Path, network: Recurrent, batch: Microbatch, candidate: Candidate, state: TrainState) -> Recurrent:
+    """The network with weights in 8 bits. It is told what that changes."""
+    from oomguard._train.quantise import measure_effect, quantise
+
+    smaller, losses = quantise(network), None
+    source = validation_source(run, state, network.spec)
+    if source is not None:
+        after, before = (validate(each, source, candidate, Ranks()) for each in (smaller, network))
+        losses = after, before
+    effect = measure_effect(network, smaller, batch, candidate, losses)
+    tell(Status("Predicting", notes=(str(effect),)))
+    return smaller
+
+
+def validation_source(run: Path, state: TrainState, spec: Spec) -> Source | None:
+    """The validation data of a run; None if it had none, or was trained with data in memory."""
+    settings = read_settings(run)
+    if settings is None or settings.data is None or not state.data_options.validation:
+        return None
+    return open_data(settings.data, spec, state.data_options, state.normaliser).validation
 
 
 def find_checkpoint(run: Path) -> Checkpoint:

@@ -37,6 +37,7 @@ from oomguard._train.metrics import Metrics
 from oomguard._train.ranks import Ranks
 from oomguard._train.settings import BEST, CHECKPOINTS, RunSettings
 from oomguard._train.task_data import MadeBatches, TaskBatch, TaskLoader
+from oomguard._train.trackers import Trackers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +95,7 @@ class TaskResult:
     model: nn.Module  # the model after the last step
     missing: Missing  # how many sequences were cut or left out
     scaled: bool = False  # whether targets, and so losses, have mean 0 and standard deviation 1
+    log: tuple[str, ...] = ()  # the trackers that show the training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +117,10 @@ class Trainer(ABC):
         self.ranks, guard.steps = config.ranks, state.step
         self.metrics: Metrics | None = None  # only the first process writes them
         if self.ranks.first:
-            self.metrics = Metrics(config.directory, state.step, tensorboard=config.options.tensorboard)
+            with_events = "tensorboard" in config.options.trackers
+            self.metrics = Metrics(config.directory, state.step, tensorboard=with_events)
+            if guard.events is not None:
+                guard.events.listener = self.metrics.show
         self.total = config.options.total_steps(per_epoch)
         self.missing = Missing()
         self.validation_loss: float | None = None
@@ -157,15 +162,26 @@ class Trainer(ABC):
     def run(self) -> TaskResult:
         """Make all remaining steps, and save a checkpoint after the last or before one that failed."""
         self._saved_step, self._saved_at = self.state.step, monotonic()
-        with _collect_signals(self._signals), self.guard:
-            try:
-                while (ended := self._ended()) is None:
-                    self._run_batches()
-            except (GuardError, MisuseError):  # memory is short, or the data has an error
-                if self.guard.steps == self.state.step:  # otherwise some weights may be updated and others not
-                    self.save()
-                raise
-            self.save()
+        if self.metrics is not None and self.state.step == 0:
+            self.metrics.describe(str(self.config.plan))
+        names = self.config.options.trackers if self.ranks.first else ()
+        # trackers begin before the guard limits the memory of this process and of those that it starts
+        with Trackers(self.config.directory, names) as trackers:
+            with _collect_signals(self._signals), self.guard:
+                try:
+                    while (ended := self._ended()) is None:
+                        self._run_batches()
+                except (GuardError, MisuseError):  # memory is short, or the data has an error
+                    if self.guard.steps == self.state.step:  # otherwise some weights may be updated and others not
+                        self.save()
+                    raise
+                self.save()
+            trackers.ended, trackers.peak_bytes = ended, self.guard.watch.peak_bytes
+        if self.metrics is not None:
+            self.metrics.conclude(self.guard.watch.peak_bytes)
+        return self._result(ended)
+
+    def _result(self, ended: str) -> TaskResult:
         return self.result(
             run=self.config.directory,
             steps=self.state.step,
@@ -177,6 +193,7 @@ class Trainer(ABC):
             model=self.training.model,
             missing=self.missing,
             scaled=self.state.normaliser is not None and self.state.normaliser.target_mean is not None,
+            log=self.config.options.trackers,
         )
 
     def _run_batches(self) -> None:
@@ -229,6 +246,7 @@ class Trainer(ABC):
                 peak_bytes=self.guard.watch.peak_bytes or None,
                 epoch=batch.position.epoch,
                 validation_loss=validated,
+                rung=self.guard.rung,
             )
         self._report(outcome, loss, tokens_per_second, batch.rows / seconds)
 

@@ -14,9 +14,12 @@ from oomguard._core.system import file_errors, opened, read_lines, replace_conte
 if TYPE_CHECKING:  # imported when it is used: it is not installed with oomguard
     from torch.utils.tensorboard import SummaryWriter
 
+    from oomguard._guard.events import Event
+
 CSV = "metrics.csv"  # name of the file
 COLUMNS = ("loss", "lr", "norm", "tokens_per_second", "peak_bytes", "epoch", "validation_loss")
 """Columns of the file after `step`."""
+SHOWN = ("rung",)  # what event files have besides
 _HEADER = ",".join(["step", *COLUMNS])
 _RULE = "Metrics need a writable directory"
 
@@ -38,7 +41,7 @@ class Metrics:
     def write(self, step: int, **values: SupportsFloat | None) -> None:
         """Append a row. A number that is missing or None stays empty. A kill after this call does not lose the row."""
         assert step > self.last_step, f"step {step} after {self.last_step}"
-        assert not {*values} - {*COLUMNS}, values
+        assert not {*values} - {*COLUMNS, *SHOWN}, values
         numbers = {  # a tensor with one element is a number too
             name: int(value) if isinstance(value, int) else float(value)
             for name, value in values.items()
@@ -57,6 +60,21 @@ class Metrics:
             for name, number in numbers.items():
                 self._writer.add_scalar(name, number, step)
         self.last_step = step
+
+    def describe(self, plan: str) -> None:
+        """Show the plan, in TensorBoard under Text."""
+        if self._writer is not None:
+            self._writer.add_text("plan", _indented(plan), self.last_step)
+
+    def show(self, event: "Event") -> None:
+        """Show an event, in TensorBoard under Text."""
+        if self._writer is not None:
+            self._writer.add_text("events", _indented(f"{event.kind}: {event.reason}"), event.step)
+
+    def conclude(self, peak_bytes: int) -> None:
+        """Show the largest peak, in TensorBoard at the last step: a short training may end before its first reading."""
+        if self._writer is not None and peak_bytes:
+            self._writer.add_scalar("peak_bytes", peak_bytes, self.last_step)
 
     def flush(self) -> None:
         """Put all rows on the disk. Called before a checkpoint that relies on them."""
@@ -89,6 +107,11 @@ class Metrics:
         kept = [row for row in intact if int(row.partition(",")[0]) <= last_step]
         if half_line or len(kept) < len(rows):
             replace_content(self.path, "".join(f"{line}\n" for line in [header, *kept] if line).encode())
+
+
+def _indented(text: str) -> str:
+    """Text as Markdown shows it unchanged."""
+    return "".join(f"    {line}\n" for line in text.splitlines())
 
 
 def _open_tensorboard(directory: Path, last_step: int) -> "SummaryWriter":

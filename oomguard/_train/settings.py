@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from oomguard._core.errors import MisuseError, check_whole, conflict, flag, shown, wrong
+from oomguard._core.errors import MisuseError, check_choice, check_whole, conflict, flag, shown, wrong
 from oomguard._core.system import file_errors, read_file, write_file
 from oomguard._data.open import kind_of
 from oomguard._data.options import DataOptions, check_used
@@ -21,6 +21,7 @@ from oomguard._plan.value import Plan
 from oomguard._task.task import NAME as TASK_NAME
 from oomguard._task.task import Task
 from oomguard._train import TrainOptions
+from oomguard._train.trackers import check_trackers
 
 NAME = "settings.json"
 CHECKPOINTS, BEST = "checkpoints", "best"  # names in the directory of a run
@@ -103,6 +104,8 @@ def check_predicted(run: Path, data: Any, output: str | None, given: Mapping[str
     if output is not None and Path(output).suffix.lower() not in (".npy", ".csv"):
         advice = "Give --output predictions.npy."
         raise MisuseError(rule="Predictions are written as .npy or .csv", got=f"got {output!r}", advice=advice)
+    if given.get("precision") is not None:
+        check_choice("precision", given["precision"], ("int8",))
     check_run(run)
     if given.get("device") is not None:
         find_target(given["device"])  # a device of that name exists somewhere
@@ -182,6 +185,7 @@ def settle(plan: Plan, data: Any, model: str | None, given: dict[str, Any]) -> R
         train=msgspec.structs.replace(before.train, **train | {"run": str(directory)}),
         options=msgspec.structs.replace(before.options, **options),
     )
+    check_trackers(settings.train.trackers)
     _check_validation(settings)
     if settings.data is not None:
         check_used(kind_of(Path(settings.data), settings.options), settings.options)
@@ -233,8 +237,10 @@ def settle_task(name: str, directory: Path, given: Mapping[str, Any]) -> RunSett
     before = (read_settings(directory) if given.get("resume") else None) or RunSettings(model=name, known=True)
     before = _without_length(before, given)
     train = {key: value for key, value in given.items() if key in TrainOptions.__struct_fields__}
-    return msgspec.structs.replace(
+    settings = msgspec.structs.replace(
         before,
         train=msgspec.structs.replace(before.train, **train | {"run": str(directory)}),
         options=msgspec.structs.replace(before.options, seed=given.get("seed", before.options.seed)),
     )
+    check_trackers(settings.train.trackers)
+    return settings

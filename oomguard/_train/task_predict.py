@@ -28,12 +28,7 @@ def run_task_prediction(
     run: str | os.PathLike[str], task: Task | str | None, *, output: str | None = None, device: str | None = None
 ) -> list[Any] | Path:
     """What `predict` of a task returns for every microbatch, on the CPU, or the file that they are written to."""
-    plan = check_task_predicted(Path(run), task, output)
-    known = resolve(task) if isinstance(task, str) else task
-    assert known is not None
-    if task != plan.task and not goes_by(known, plan.task):
-        got, advice = f"it is of {plan.task}", "Give the task that was trained, or the run of this task."
-        raise MisuseError(rule="A run predicts with its own task", got=got, advice=advice)
+    known, plan = task_of_run(Path(run), task, output)
     for part, form in (("predict", "a function predict(model, batch)"), ("data", "a DataLoader")):
         if getattr(known, part) is None:
             advice = f"Write Task({part}=..., ...) with {form}, or use oomguard.load_weights in code of your own."
@@ -55,6 +50,17 @@ def run_task_prediction(
     if output is None:
         return [values for _, values in parts]
     return _write(known, parts, output)
+
+
+def task_of_run(run: Path, task: Task | str | None, output: str | None = None) -> tuple[Task, TaskPlan]:
+    """The task of a run, by itself or by its name, and the plan of the run. `output`: the file of predictions."""
+    plan = check_task_predicted(run, task, output)
+    known = resolve(task) if isinstance(task, str) else task
+    assert known is not None
+    if task != plan.task and not goes_by(known, plan.task):
+        got, advice = f"it is of {plan.task}", "Give the task that was trained, or the run of this task."
+        raise MisuseError(rule="A run predicts with its own task", got=got, advice=advice)
+    return known, plan
 
 
 def _predict(task: Task, model: torch.nn.Module, batch: Any, plan: TaskPlan, device: str) -> Any:

@@ -8,6 +8,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.optim import Optimizer
 
+from oomguard._adam8bit import TorchaoAdam8bit
 from oomguard._core.errors import shown
 from oomguard._step import TaskTraining
 from oomguard._train.tensors import Dense, Entry, OptimizerState, Scalar, TensorFile
@@ -45,7 +46,11 @@ def _alike(own: object, other: object) -> bool:
 def _parameter_faults(
     optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, name: str, saved: OptimizerState, file: TensorFile
 ) -> Iterator[str]:
-    usual, kept = _try_out(optimizer, group, parameter), saved.kept[name]
+    kept = saved.kept[name]
+    if isinstance(optimizer, TorchaoAdam8bit):  # what it keeps depends on the size of a weight
+        usual: dict[str, Any] | None = {**optimizer.new_state(parameter.to("meta"))}
+    else:
+        usual = _try_out(optimizer, group, parameter)
     for key in kept.keys() if usual is None else kept.keys() | usual.keys():
         where = f"state.kept.{name}.{key}"
         if key not in kept:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+from msgspec.structs import replace
 from probe.probing import LONG, TINY, WIDE, children, is_running, meanwhile, one_thread, warm_pid
 
 from oomguard._core.errors import MisuseError
@@ -157,14 +158,17 @@ def test_time_that_is_used_up_ends_the_measuring_after_two_passes(
 
 
 @pytest.mark.parametrize(
-    ("knobs", "words"),
-    [({"engine": "cudnn"}, "runs on native"), ({"state_8bit": True}, "bitsandbytes")],
+    ("spec", "knobs", "words"),
+    [
+        (TINY, {"engine": "cudnn"}, "runs on native"),
+        (replace(TINY, optimizer="sgd"), {"state_8bit": True}, "In 8 bits there are adam, adamw here"),
+    ],
 )
 def test_what_cannot_run_here_is_unsupported_and_spares_the_child(
-    shared: Runner, knobs: dict[str, object], words: str
+    shared: Runner, spec: Spec, knobs: dict[str, object], words: str
 ) -> None:
     pid = warm_pid(shared)
-    record = shared.probe(TINY, one_thread(TINY, **knobs))
+    record = shared.probe(spec, one_thread(spec, **knobs))
     assert record.verdict is Verdict.UNSUPPORTED
     assert words in record.message
     assert shared.pid == pid
