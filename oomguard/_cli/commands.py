@@ -431,6 +431,31 @@ def _show(*, plan: str, html: str | None = None, json: bool = False, **values: A
     return _answer(json, lambda: plan_json(loaded), text)
 
 
+@_command("check", PLAN, Where=[flags.CHECKED], Output=[JSON])
+def _check(*, plan: str, device: str | None = None, json: bool = False, **_: Any) -> Answer:
+    """Check at the start of a job whether this is the machine that a plan was made for: card, free memory, software.
+
+    Driver, card and free memory are read through NVML, and versions from installed packages. Nothing is run and torch
+    is not imported, so the answer takes less than two seconds. If something differs, it is named, with the first
+    fallback of the plan that fits what is free.
+
+    [bold]Examples[/bold]
+
+    - oomguard check plan.json
+    - oomguard check runs/lstm-1000 --json
+    - oomguard check plan.json --device cuda:1
+
+    Exit codes: 0 all is as planned, 1 something differs, 2 wrong usage.
+    """
+    from oomguard._plan.check import check_plan
+    from oomguard._plan.store import load_plan
+    from oomguard._report.check import check_json, show_check
+
+    found = check_plan(load_plan(plan), device)
+    show = partial(show_check, found, plan)
+    return _answer(json, lambda: check_json(found, plan), show, FITS if found.ok else DOES_NOT_FIT)
+
+
 @_command("compare", RUNS, Output=[JSON])
 def _compare(*, runs: list[str], json: bool = False, **_: Any) -> Answer:
     """Compare training runs: losses, speed, peak, and the settings of plan and training in which they differ.

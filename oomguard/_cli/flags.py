@@ -106,6 +106,7 @@ BUDGET = Flag("budget", "SIZE", "Memory that may be used, such as 6GiB (default:
 WHERE = [Flag("device", "NAME", "cpu, cuda, cuda:1, or a card such as a100-80gb (default: cpu)."), BUDGET]
 HERE = [Flag("device", "NAME", "cpu, cuda or cuda:1 (default: cpu)."), BUDGET]
 ANYWHERE = [Flag("device", "NAME", "cpu, cuda, cuda:0,cuda:1 or a card such as a100-80gb (default: cpu)."), BUDGET]
+CHECKED = Flag("device", "NAME", "The device to check: cpu, cuda or cuda:1 (default: that of the plan).")
 LOSSY = [knob.role.lossy for knob in KNOBS.values() if knob.role.lossy is not None]
 # aims and defaults are written out, so that the help need not import the search; a test compares them
 AIMS = ("throughput", "batch", "microbatch", "seq")
