@@ -163,7 +163,7 @@ def test_on_another_card_the_rung_is_estimated_for_that_card(here: pytest.Monkey
     assert found.rung is not None
     assert found.rung.number > 0  # a T4 has no bf16
     need = oomguard.estimate(plan.spec, found.rung.candidate, device="t4")
-    assert found.rung.needed_bytes == need.total_bytes + need.margin_bytes  # type: ignore[operator]
+    assert found.rung.needed_bytes == need.total_bytes + need.margin_bytes
 
 
 def test_a_plan_for_a_named_card_is_for_every_card_of_that_name(here: pytest.MonkeyPatch) -> None:
