@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from oomguard._api.fleet import fleet
     from oomguard._api.measure import curves, estimate, probe, tradeoffs
     from oomguard._api.plan import find_feasible_config, sampler
     from oomguard._api.train import guard, load_weights, predict, resume, train
@@ -59,6 +60,7 @@ __all__ = [
     "curves",
     "estimate",
     "find_feasible_config",
+    "fleet",
     "guard",
     "load_plan",
     "load_weights",
@@ -79,6 +81,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "_api.fleet": "fleet",
     "_api.measure": "curves estimate probe tradeoffs",
     "_api.plan": "find_feasible_config sampler",
     "_api.train": "guard load_weights predict resume train",

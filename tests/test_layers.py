@@ -9,7 +9,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "oomguard"
 ORDER = [
     *("_core", "_spec", "_estimate", "_device", "_batch", "_rnn", "_task", "_step", "_probe", "_predict", "_search"),
-    *("_data", "_plan", "_guard", "_train", "_report", "_api", "_cli"),
+    *("_data", "_plan", "_fleet", "_guard", "_train", "_report", "_api", "_cli"),
 ]
 """Packages and modules of oomguard in import order; inside a package, modules may import one another."""
 SHOWN = ("_plan/value.py", "_plan/task_value.py", "_probe/record.py", "_estimate/breakdown.py")

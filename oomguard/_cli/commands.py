@@ -38,6 +38,7 @@ PLAN = Flag("plan", "PLAN", "Plan file, written by oomguard plan, or the directo
 RUN = Flag("run", "RUN", "Directory of a training run, written by oomguard train.")
 FOLDER = Flag("folder", "DIR", "Folder of data and runs (default: the current one).", optional=True)
 RUNS = Flag("runs", "RUN", "Directories of training runs.", many=True)
+JOBS = Flag("jobs", "JOBS", "TOML file of jobs.")
 CARDS = Flag("cards", "", "List the cards that --device knows by name.", bool)
 
 app = typer.Typer(
@@ -454,6 +455,38 @@ def _check(*, plan: str, device: str | None = None, json: bool = False, **_: Any
     found = check_plan(load_plan(plan), device)
     show = partial(show_check, found, plan)
     return _answer(json, lambda: check_json(found, plan), show, FITS if found.ok else DOES_NOT_FIT)
+
+
+@_command("fleet", JOBS, Cards=[flags.CARD_LIST], Output=flags.FLEET_OUTPUT)
+def _fleet(*, jobs: str, cards: str | None = None, json: bool = False, **values: Any) -> Answer:
+    """Find the cheapest and the fastest card for each of many jobs, with the knobs with which it fits.
+
+    A jobs file has \\[\\[job]] tables with a name and the fields of a spec, or the name of a task; lists are grids. A
+    cards file has \\[\\[card]] tables with name, count and price (per hour). Memory is by arithmetic; times and costs
+    are known where `measured` of a job names plans or ledgers.
+
+    [bold]Examples[/bold]
+
+    - oomguard fleet jobs.toml --cards cards.toml
+    - oomguard fleet jobs.toml --cards cards.toml --csv fleet.csv --html fleet.html
+    - oomguard fleet jobs.toml --cards cards.toml --emit slurm --output slurm
+
+    Exit codes: 0 every job fits a card, 1 some job fits none (with advice), 2 wrong usage.
+    """
+    from oomguard._fleet.find import find_fleet
+    from oomguard._fleet.read import read_cards, read_jobs
+    from oomguard._report.fleet import save_fleet, show_fleet
+
+    if cards is None:
+        rule, advice = "oomguard fleet needs a list of cards", "Write it as oomguard fleet jobs.toml --cards cards.toml."
+        raise MisuseError(rule=rule, got="got no --cards", advice=advice)
+    for name in ("csv", "html"):
+        if name in values:
+            parsing.check_output(values[name], values, f"fleet.{name}", name)
+    found = find_fleet(read_jobs(jobs), read_cards(cards))
+    written = [save_fleet(found, values[name], page=name == "html") for name in ("csv", "html") if name in values]
+    show = partial(show_fleet, found, written)
+    return _answer(json, found.to_dict, show, FITS if found.fits else DOES_NOT_FIT)
 
 
 @_command("compare", RUNS, Output=[JSON])

@@ -182,6 +182,14 @@ REQUIRE = Flag("require_measured", "", _MEASURED, bool)
 PLANNED = [Flag("output", "FILE", "File for the plan (default: plan.json)."), FORCE, REQUIRE, *LOUDNESS, JSON]
 SEQUENCES = Flag("sequences", "N", "Sequences per epoch (default: those of the plan's histogram of lengths).", int)
 HTML = Flag("html", "FILE", "Write a report page with charts, in one file.")
+CARD_LIST = Flag("cards", "FILE", "TOML file of cards, with their count and their price per hour.")
+FLEET_OUTPUT = [
+    Flag("csv", "FILE", "Write a table with a row for each job on each card."),
+    Flag("html", "FILE", "Write a page with the jobs and their cards."),
+    FORCE,
+    *LOUDNESS,
+    JSON,
+]
 YES = Flag("yes", "", "Remove everything that is listed.", bool)
 TIMEOUT = Flag("timeout", "SECONDS", "Time limit, such as 90s or 5min (default: 10min).")
 TRACED = Flag("timeout", "SECONDS", "Time limit of the trace of a task, such as 90s or 5min (default: 3min).")

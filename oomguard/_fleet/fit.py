@@ -20,7 +20,7 @@ from oomguard._estimate.breakdown import OFFSET_BYTES, estimate_batch, split
 from oomguard._estimate.cards import Card
 from oomguard._estimate.margins import allocator_on, bare
 from oomguard._estimate.target import Target, on_card
-from oomguard._fleet.pairs import SHAPE, Floats, Ints, Mask, Pairs
+from oomguard._fleet.pairs import NEVER_BYTES, SHAPE, Floats, Ints, Mask, Pairs
 from oomguard._predict import speed
 from oomguard._search.space import (
     WORTH_LOSSY,
@@ -80,8 +80,7 @@ class Table(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Candidates of several jobs in one setting, without the runtime of a card. Those of a job are in order of speed.
-    """
+    """Candidates of several jobs in one setting, without the runtime of a card. Those of a job are in order of speed."""
 
     jobs: Ints  # the job of each row, counted from 0, in ascending order
     columns: dict[str, Ints]  # the shape of each candidate, and figures as `Pairs` has them
@@ -89,7 +88,7 @@ class Rows(NamedTuple):
 
     @property
     def needed_bytes(self) -> Ints:
-        return np.where(self.runs, self.columns["peak_bytes"] + self.columns["margin_bytes"], 1 << 61)
+        return np.where(self.runs, self.columns["peak_bytes"] + self.columns["margin_bytes"], 2 * NEVER_BYTES)
 
     def best(self, room_bytes: int) -> tuple[Ints, Ints]:
         """The jobs of which something fits into so much memory, and the first such row of each."""
@@ -98,11 +97,11 @@ class Rows(NamedTuple):
         return jobs, hits[first]
 
 
-class Class(NamedTuple):
-    """Cards for which some jobs have the same arithmetic and the same candidates."""
+class Unit(NamedTuple):
+    """A setting that is a candidate on some cards for some jobs, with the arithmetic that these cards share."""
 
     target: Target
-    space: Space
+    setting: dict[str, Any]
     cards: list[tuple[int, Mask]]  # numbers of the cards, each with a mask of the jobs
 
 
@@ -128,32 +127,34 @@ class Fitter:
         self._spaces: dict[Hashable, Space] = {}
 
     def fit(self, requests: list[Request], jobs: Ints) -> None:
-        """Fit jobs of one model; `jobs` are their rows in the pairs."""
+        """Estimate candidates of jobs of one model, the fastest first, until nothing that is left can be faster than
+        what fits. `jobs` are their rows in the pairs.
+        """
         sizes = (np.array([getattr(one.spec, name) for one in requests]) for name in ("steps", "batch"))
-        specs, tables = with_rows(requests[0].spec, *sizes), dict[Hashable, Table]()
-        for group in self._classes(requests, specs):
-            if requests[0].choices not in tables:
-                tables[requests[0].choices] = make_table(requests[0], group.space, specs)
-            self._fit_class(specs, tables[requests[0].choices], jobs, group)
-
-    def _fit_class(self, specs: SpecRows, table: Table, jobs: Ints, group: Class) -> None:
-        """Estimate candidates, the fastest first, until nothing that is left can be faster than what fits."""
+        specs = with_rows(requests[0].spec, *sizes)
+        units = self._units(requests, specs)
+        table = make_table(requests[0], self._spaces[requests[0].choices], specs)
         places, bounds = np.zeros(len(jobs), dtype=np.int64), table.guess[table.starts[:-1]]
         for count in BLOCKS:
-            wanted = [(card, mask & (self.pairs.guess[jobs, card] > bounds)) for card, mask in group.cards]
-            asked = np.flatnonzero(np.any([mask for _, mask in wanted], axis=0))
+            asked = np.flatnonzero((self.pairs.guess[jobs] > bounds[:, None]).any(axis=1))
             if not len(asked):
                 return
             blocks = [table.block(job, int(places[job]), count) for job in asked.tolist()]
-            for setting in group.space.settings:
-                slowest = np.max([np.where(mask, self.pairs.guess[jobs, card], 0.0) for card, mask in wanted], axis=0)
-                rows = estimated(specs, table, asked, blocks, slowest, group.target, setting)
-                for card, mask in wanted if rows is not None else ():
-                    self._offer(rows, jobs, mask, card, setting)
+            for unit in units:
+                self._try(unit, specs, table, jobs, Blocks(asked, blocks, bounds))
             ends = np.array([end for _, end in blocks])
             places[asked] = ends - table.starts[asked]
             left = ends < table.starts[asked + 1]
             bounds[asked] = np.where(left, table.guess[np.minimum(ends, len(table.guess) - 1)], np.inf)
+
+    def _try(self, unit: Unit, specs: SpecRows, table: Table, jobs: Ints, blocks: "Blocks") -> None:
+        """Offer the candidates of some blocks in one setting to its cards."""
+        guess = self.pairs.guess[jobs]
+        wanted = [(card, mask & (guess[:, card] > blocks.bounds)) for card, mask in unit.cards]
+        slowest = np.max([np.where(mask, guess[:, card], 0.0) for card, mask in wanted], axis=0)
+        rows = estimated(specs, table, blocks, slowest, unit)
+        for card, mask in wanted if rows is not None else ():
+            self._offer(rows, jobs, mask, card, unit.setting)
 
     def _offer(self, rows: Rows, jobs: Ints, mask: Mask, card: int, setting: dict[str, Any]) -> None:
         """Offer candidates to a card, for the jobs that the mask has; they are taken where they are faster."""
@@ -169,37 +170,53 @@ class Fitter:
         before = pairs.least_bytes[place]
         pairs.least_bytes[place] = np.where(before == 0, needed[mask[every]], np.minimum(before, needed[mask[every]]))
 
-    def _classes(self, requests: list[Request], specs: SpecRows) -> list[Class]:
-        """The cards, put together where jobs have the same arithmetic and the same candidates on them."""
-        found: dict[Hashable, Class] = {}
+    def _units(self, requests: list[Request], specs: SpecRows) -> list[Unit]:
+        """All settings in the order of a search, each with its cards."""
+        found: dict[Hashable, Unit] = {}
         for number, card in enumerate(self.cards):
-            target = _arithmetic(card, requests[0])
+            target = on_card(card)
             worth = worth_trying(specs, target, card.usable_bytes)
-            keeps = np.asarray(worth["keep"])
+            keeps = np.broadcast_to(np.asarray(worth["keep"]), len(requests))
             for keep in {*keeps.tolist()}:
                 mask = keeps == keep
-                key = target, worth["offload"], worth["update"], keep
-                if key not in found:
-                    one = requests[int(mask.argmax())]
-                    found[key] = Class(target, self._space(one, target, card, key), [])
-                found[key].cards.append((number, mask))
-        return [*found.values()]
+                key = target.card_precisions, worth["offload"], worth["update"], keep
+                for setting in self._space(requests[int(mask.argmax())], card, key).settings:
+                    shared = _arithmetic(target, setting["precision"])
+                    unit = found.setdefault((shared, *setting.items()), Unit(shared, setting, []))
+                    unit.cards.append((number, mask))
+        return sorted(found.values(), key=lambda unit: _order(unit.setting))
 
-    def _space(self, request: Request, target: Target, card: Card, key: Hashable) -> Space:
+    def _space(self, request: Request, card: Card, key: Hashable) -> Space:
         key = request.choices, key
         if key not in self._spaces:
+            target = on_card(card)
             choices = Choices(precisions=target.card_precisions, allow=request.allow, fixed=request.fixed)
-            self._spaces[key] = make_space(request.spec, target, card.usable_bytes, choices)
+            self._spaces[key] = self._spaces[request.choices] = make_space(
+                request.spec, target, card.usable_bytes, choices
+            )
         return self._spaces[key]
 
 
-def _arithmetic(card: Card, request: Request) -> Target:
-    """The card without its name and its runtime; from sm 8.0 on, only fp16 depends on the generation."""
-    target = on_card(card)
+class Blocks(NamedTuple):
+    """The next candidates of some jobs."""
+
+    asked: Ints  # the jobs
+    rows: list[tuple[int, int]]  # for each of them the first row in the table, and the end
+    bounds: Floats  # for every job of the table, whatever was asked: the guess of its next candidate
+
+
+def _arithmetic(target: Target, precision: str) -> Target:
+    """The card without its name and its runtime. Since sm 6.0, only fp16 depends on the generation."""
     target = msgspec.structs.replace(target, device="a card", runtime_bytes=0)
-    if card.compute_capability >= (8, 0) and request.fixed.get("precision") != "fp16":
-        target = msgspec.structs.replace(target, capability=(8, 0), multiprocessors=1)
-    return target
+    if precision == "fp16" or (target.capability or (0, 0)) < (6, 0):
+        return target
+    return msgspec.structs.replace(target, capability=(8, 0), multiprocessors=1)
+
+
+def _order(setting: dict[str, Any]) -> tuple[bool, ...]:
+    """The place of a setting in the order of `make_space`, whose first values are the usual ones."""
+    usual = {"precision": "fp32", "offload": False, "update": "foreach", "keep": "device", "state_8bit": False}
+    return tuple(setting.get(name, value) != value for name, value in usual.items())
 
 
 def make_table(request: Request, space: Space, specs: SpecRows) -> Table:
@@ -241,19 +258,11 @@ def _candidates(rows: SpecRows, shape: NDArray[np.int64], setting: dict[str, Any
     return Candidates(**setting | knobs, accumulation=-(-rows.batch // knobs["microbatch"]))
 
 
-def estimated(
-    specs: SpecRows,
-    table: Table,
-    asked: Ints,
-    blocks: list[tuple[int, int]],
-    slowest: Floats,
-    target: Target,
-    setting: dict[str, Any],
-) -> Rows | None:
-    """Candidates of the asked jobs in one setting that are faster than the slowest of their pairs, with their figures.
-    """
-    index = np.concatenate([np.arange(begin, end) for begin, end in blocks])
-    jobs = np.repeat(asked, [end - begin for begin, end in blocks])
+def estimated(specs: SpecRows, table: Table, blocks: Blocks, slowest: Floats, unit: Unit) -> Rows | None:
+    """Candidates of the asked jobs in one setting that are faster than the slowest of their pairs, with their figures."""
+    index = np.concatenate([np.arange(begin, end) for begin, end in blocks.rows])
+    jobs = np.repeat(blocks.asked, [end - begin for begin, end in blocks.rows])
+    setting = unit.setting
     worth = 1.0 if setting["precision"] == "fp32" else WORTH_LOSSY
     guess = table.guess[index] * worth + AFTER * bool(setting.get("state_8bit"))
     kept = guess < slowest[jobs]
@@ -261,7 +270,7 @@ def estimated(
         return None
     index, jobs, guess = index[kept], jobs[kept], guess[kept]
     rows, shape = _rows(specs, jobs), table.shape[:, index]
-    estimate = estimate_batch(rows, _candidates(rows, shape, setting), target)
+    estimate = estimate_batch(rows, _candidates(rows, shape, setting), unit.target)
     known, rest = split(estimate)
     kind = str(estimate.engine), allocator_on("cuda", setting.get("allocator")), setting["precision"]
     share = np.ceil(1024 * bare("cuda", *kind, False)) / 1024

@@ -11,6 +11,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
+NEVER_BYTES = 1 << 60  # from here on, what a candidate "needs" says that no candidate runs, whatever the memory
 SHAPE = ("microbatch", "segments", "levels", "recompute", "window")
 """The knobs that differ between candidates of one setting. A window of 0 stands for None."""
 
@@ -71,6 +72,16 @@ class Pairs:
         for name, values in shape.items():
             getattr(self, name)[place] = values
         self.fits[place], self._setting[place] = True, self.number_of(setting)
+
+    def copy_rows(self, sources: Ints) -> None:
+        """Give each job the row of another one that asks for the same, or its own."""
+        for name in ("fits", "peak_bytes", "margin_bytes", "host_bytes", "least_bytes", "seconds", "measured"):
+            setattr(self, name, getattr(self, name)[sources])
+        self._shape, self._setting = self._shape[:, sources], self._setting[sources]
+        own, self._own = self._own, {}
+        for job, source in enumerate(sources.tolist()) if own else ():
+            cards = range(self.fits.shape[1])
+            self._own |= {(job, card): own[source, card] for card in cards if (source, card) in own}
 
     def put(self, job: int, card: int, candidate: Candidate | None, **figures: Any) -> None:
         """Note what records or a trace tell of one pair; without a candidate, that nothing fits."""
