@@ -14,7 +14,7 @@ import typer
 
 from oomguard._cli import flags, parsing
 from oomguard._cli.flags import JSON, LOUDNESS, SPEC, Flag, Group, add_command, flowing
-from oomguard._core.errors import MisuseError, check_whole, conflict, visible, wrong
+from oomguard._core.errors import MisuseError, check_choice, check_whole, conflict, visible, wrong
 from oomguard._core.progress import tell
 from oomguard._core.units import read_budget
 from oomguard._spec.read import PRESETS
@@ -473,18 +473,28 @@ def _fleet(*, jobs: str, cards: str | None = None, json: bool = False, **values:
 
     Exit codes: 0 every job fits a card, 1 some job fits none (with advice), 2 wrong usage.
     """
+    from oomguard._fleet.emit import emit
     from oomguard._fleet.find import find_fleet
     from oomguard._fleet.read import read_cards, read_jobs
     from oomguard._report.fleet import save_fleet, show_fleet
 
     if cards is None:
-        rule, advice = "oomguard fleet needs a list of cards", "Write it as oomguard fleet jobs.toml --cards cards.toml."
-        raise MisuseError(rule=rule, got="got no --cards", advice=advice)
+        advice = "Write it as oomguard fleet jobs.toml --cards cards.toml."
+        raise MisuseError(rule="oomguard fleet needs a list of cards", got="got no --cards", advice=advice)
     for name in ("csv", "html"):
         if name in values:
             parsing.check_output(values[name], values, f"fleet.{name}", name)
+    scheduler, folder = values.get("emit"), values.get("output")
+    if (scheduler is None) != (folder is None):
+        rule = "--emit and --output are given together"
+        raise MisuseError(rule=rule, got="got one", advice="Write it as --emit slurm --output jobs.")
+    if scheduler is not None:
+        check_choice("emit", scheduler, flags.SCHEDULERS)
     found = find_fleet(read_jobs(jobs), read_cards(cards))
     written = [save_fleet(found, values[name], page=name == "html") for name in ("csv", "html") if name in values]
+    if scheduler is not None and folder is not None:
+        how = {name: bool(values.get(name)) for name in ("fastest", "force")}
+        written += emit(found, scheduler, folder, **how)
     show = partial(show_fleet, found, written)
     return _answer(json, found.to_dict, show, FITS if found.fits else DOES_NOT_FIT)
 

@@ -182,10 +182,14 @@ REQUIRE = Flag("require_measured", "", _MEASURED, bool)
 PLANNED = [Flag("output", "FILE", "File for the plan (default: plan.json)."), FORCE, REQUIRE, *LOUDNESS, JSON]
 SEQUENCES = Flag("sequences", "N", "Sequences per epoch (default: those of the plan's histogram of lengths).", int)
 HTML = Flag("html", "FILE", "Write a report page with charts, in one file.")
+SCHEDULERS = ("slurm", "sky", "k8s", "kai", "ray", "submitit")  # written out; a test compares
 CARD_LIST = Flag("cards", "FILE", "TOML file of cards, with their count and their price per hour.")
 FLEET_OUTPUT = [
     Flag("csv", "FILE", "Write a table with a row for each job on each card."),
     Flag("html", "FILE", "Write a page with the jobs and their cards."),
+    Flag("emit", "NAME", "Write a file for each job, for a scheduler.", choices=SCHEDULERS),
+    Flag("output", "DIR", "Folder for the files of --emit."),
+    Flag("fastest", "", "Emit each job for its fastest card where that is known, not for its cheapest.", bool),
     FORCE,
     *LOUDNESS,
     JSON,

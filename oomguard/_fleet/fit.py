@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from oomguard._core.progress import tell
 from oomguard._estimate import terms
-from oomguard._estimate.breakdown import OFFSET_BYTES, estimate_batch, split
+from oomguard._estimate.breakdown import estimate_batch, split
 from oomguard._estimate.cards import Card
-from oomguard._estimate.margins import allocator_on, bare
+from oomguard._estimate.margins import OFFSET_BYTES, allocator_on, bare
 from oomguard._estimate.target import Target, on_card
 from oomguard._fleet.pairs import NEVER_BYTES, SHAPE, Floats, Ints, Mask, Pairs
 from oomguard._predict import speed
@@ -80,7 +80,7 @@ class Table(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Candidates of several jobs in one setting, without the runtime of a card. Those of a job are in order of speed."""
+    """Candidates of several jobs in one setting, without the runtime of a card; those of a job in order of speed."""
 
     jobs: Ints  # the job of each row, counted from 0, in ascending order
     columns: dict[str, Ints]  # the shape of each candidate, and figures as `Pairs` has them
@@ -153,8 +153,9 @@ class Fitter:
         wanted = [(card, mask & (guess[:, card] > blocks.bounds)) for card, mask in unit.cards]
         slowest = np.max([np.where(mask, guess[:, card], 0.0) for card, mask in wanted], axis=0)
         rows = estimated(specs, table, blocks, slowest, unit)
-        for card, mask in wanted if rows is not None else ():
-            self._offer(rows, jobs, mask, card, unit.setting)
+        if rows is not None:
+            for card, mask in wanted:
+                self._offer(rows, jobs, mask, card, unit.setting)
 
     def _offer(self, rows: Rows, jobs: Ints, mask: Mask, card: int, setting: dict[str, Any]) -> None:
         """Offer candidates to a card, for the jobs that the mask has; they are taken where they are faster."""
@@ -259,7 +260,7 @@ def _candidates(rows: SpecRows, shape: NDArray[np.int64], setting: dict[str, Any
 
 
 def estimated(specs: SpecRows, table: Table, blocks: Blocks, slowest: Floats, unit: Unit) -> Rows | None:
-    """Candidates of the asked jobs in one setting that are faster than the slowest of their pairs, with their figures."""
+    """The figures of those candidates of some blocks that are faster than the slowest of their pairs."""
     index = np.concatenate([np.arange(begin, end) for begin, end in blocks.rows])
     jobs = np.repeat(blocks.asked, [end - begin for begin, end in blocks.rows])
     setting = unit.setting

@@ -109,5 +109,3 @@ def _take(job: Job, plan: TaskPlan, card: FleetCard, pairs: Pairs, place: tuple[
         seconds = np.nan if plan.seconds_per_step is None else plan.seconds_per_step
         sizes = {"peak_bytes": plan.peak_bytes, "margin_bytes": margin_bytes}
         pairs.put(*place, plan.candidate, **sizes, seconds=seconds, measured=plan.confirmed)
-
-

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from oomguard._spec.candidate import Candidate
+from oomguard._spec.candidate import KNOBS, Candidate
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -52,7 +52,7 @@ class Pairs:
 
     def setting_column(self, name: str) -> list[list[Any]]:
         """The precision, or another setting, of the chosen candidates; None where nothing fits."""
-        values = [setting.get(name) for setting in self._settings]
+        values = [setting.get(name, KNOBS[name].field.default) for setting in self._settings]
         table = [[None if one < 0 else values[one] for one in row] for row in self._setting.tolist()]
         for (job, card), own in self._own.items():
             table[job][card] = getattr(own, name)

@@ -6,6 +6,7 @@ Nothing in a file is executed: a task is only named, and paths are only read.
 import itertools
 import math
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from oomguard._fleet.fit import Request
 from oomguard._spec.candidate import KNOBS, check_allow, check_fixed, make_candidate
 from oomguard._spec.read import make_spec, preset_fields, with_batch
 from oomguard._spec.spec import Spec
-from oomguard._task.task import NAME, Task
+from oomguard._task.task import NAME, Task, check_known
 
 MAX_FILE_BYTES = 1 << 26
 MOST_JOBS = 1_000_000
@@ -30,6 +31,8 @@ FIXED = tuple(name for name, knob in KNOBS.items() if knob.searched)  # knobs th
 OWN = ("name", "preset", "task", "allow", "measured", "sequences", "epochs", "time", "data")
 TASK_FIELDS = ("seq", "batch")
 LISTS = ("allow", "measured", "frozen")  # fields whose value is a list; a grid of them is a list of lists
+
+_LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 
 Source = str | os.PathLike[str] | Sequence[Any]
 
@@ -56,6 +59,7 @@ class FleetCard(msgspec.Struct, frozen=True, kw_only=True):
     card: cards.Card
     count: int
     price: float
+    label: str | None = None  # how a scheduler names it: Slurm's GRES type, Ray's accelerator type, a node's label
 
     @property
     def name(self) -> str:
@@ -187,6 +191,8 @@ def _job(fields: dict[str, Any], folder: Path) -> Job:
         if not isinstance(task, Task) and not (isinstance(task, str) and NAME.fullmatch(task)):
             advice = 'Write it as task = "package.module:task".'
             raise MisuseError(rule="task must be the name of a task", got=f"got {shown(task)}", advice=advice)
+        if isinstance(task, str):
+            check_known(task)
         return Job(**common, task=task, seq=fields.get("seq"), batch=fields.get("batch"))
     return Job(**common, request=_request(fields, allow))
 
@@ -202,7 +208,12 @@ def _request(fields: dict[str, Any], allow: tuple[str, ...]) -> Request:
 
 
 def _card(fields: Mapping[str, Any]) -> FleetCard:
-    check_names("field of a card:", fields, ("name", "count", "price"))
+    check_names("field of a card:", fields, ("name", "count", "price", "label"))
+    label = fields.get("label")
+    if label is not None and not (isinstance(label, str) and _LABEL.fullmatch(label)):
+        advice = 'Write label = "a100", as the scheduler names the card.'
+        rule = "label must be up to 63 letters, digits, dashes, dots and underscores"
+        raise MisuseError(rule=rule, got=f"got {shown(label)}", advice=advice)
     if "price" not in fields:
         advice = "Add price = 0.35 (for an hour, in any currency), or 0 for a card of your own."
         raise MisuseError(rule="A card needs a price", got="it has none", advice=advice)
@@ -214,7 +225,7 @@ def _card(fields: Mapping[str, Any]) -> FleetCard:
         got, advice = f"got {shown(count)}", "Write count = 4."
         raise MisuseError(rule="count must be a whole number from 1 to 1,000,000", got=got, advice=advice)
     try:
-        return FleetCard(card=cards.card(_name(fields)), count=count, price=float(price))
+        return FleetCard(card=cards.card(_name(fields)), count=count, price=float(price), label=label)
     except MisuseError as error:
         if not error.rule.startswith("--device"):
             raise
@@ -242,7 +253,11 @@ def _texts(name: str, value: Any) -> tuple[str, ...]:
 def _seconds(value: Any) -> float | None:
     if value is None:
         return None
-    if not isinstance(value, str | int | float) or isinstance(value, bool) or (not isinstance(value, str) and value <= 0):
+    if (
+        not isinstance(value, str | int | float)
+        or isinstance(value, bool)
+        or (not isinstance(value, str) and value <= 0)
+    ):
         got, advice = f"got {shown(value)}", 'Write it as time = "4h".'
         raise MisuseError(rule="time must be a duration", got=got, advice=advice)
     return float(parse_seconds(value, "time"))

@@ -8,6 +8,8 @@ import pandas as pd
 from oomguard._fleet.pairs import NEVER_BYTES, Ints
 from oomguard._fleet.value import Fleet
 
+SETTINGS = ("precision", "keep", "update", "offload")  # knobs that are names or switches
+
 
 def table_of(fleet: Fleet) -> pd.DataFrame:
     """All pairs; what is not known is empty, and so are the knobs where nothing fits."""
@@ -36,7 +38,9 @@ def table_of(fleet: Fleet) -> pd.DataFrame:
         **{name: _known(np.where(pairs.fits, getattr(pairs, name), -1)) for name in ("peak_bytes", "margin_bytes")},
         "host_bytes": _known(np.where(pairs.fits, pairs.host_bytes, -1)),
         **{name: _known(np.where(pairs.fits & (column > 0), column, -1)) for name, column in shape.items()},
-        **{name: np.array(pairs.setting_column(name), dtype=object).ravel() for name in ("precision", "keep", "update")},
+        **{
+            name: np.array(pairs.setting_column(name), dtype=object).ravel() for name in ("precision", "keep", "update")
+        },
         "offload": np.array(pairs.setting_column("offload"), dtype=object).ravel(),
         "seconds_per_step": pairs.seconds.ravel(),
         "measured": pairs.measured.ravel(),

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from oomguard._core.system import write_file
 from oomguard._core.units import format_bytes, format_seconds
-from oomguard._fleet.value import Fleet, JobResult, Option
+from oomguard._fleet.value import Fleet, JobResult
 from oomguard._report.tables import Section, from_columns, show_sections
 from oomguard._report.words import NONE, pieces_words, rows_words, setting_words, times
+from oomguard._spec.candidate import Candidate
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,8 +53,8 @@ def _jobs(fleet: Fleet, results: Sequence[JobResult]) -> Section:
         "job": [result.name for result in results],
         "cheapest card": [option.card for option in options],
         "microbatch": [rows_words(option.candidate) for option in options],
-        "segments": [pieces_words(option.candidate) for option in options],
-        "settings": [", ".join(setting_words(option.candidate).values()).replace(", engine cudnn", "") for option in options],
+        "segments": [f"{option.candidate.segments:,}" for option in options],
+        "settings": [_settings(option.candidate) for option in options],
         "peak": [format_bytes(option.peak_bytes) for option in options],
         "margin": [format_bytes(option.margin_bytes) for option in options],
     }
@@ -66,18 +67,25 @@ def _jobs(fleet: Fleet, results: Sequence[JobResult]) -> Section:
         }
     else:
         columns["per hour"] = [f"{option.price:g}" for option in options]
-    words = ("job", "cheapest card", "segments", "settings", "fastest card")
-    table = from_columns(columns, words, "Jobs with their cards", drops=("settings", "margin", "segments", "per hour"))
+    words = ("job", "cheapest card", "settings", "fastest card")
+    table = from_columns(columns, words, "Jobs with their cards", drops=("settings", "margin", "per hour", "segments"))
     return Section(title="Jobs", sentences=_basis(results), table=table)
+
+
+def _settings(candidate: Candidate) -> str:
+    """The precision and what is unusual. The engine is cuDNN on every card."""
+    words = [text for name, text in setting_words(candidate).items() if name not in ("engine", "allocator")]
+    kept = ["kept activations"] if candidate.segments > 1 and not candidate.recompute else []
+    return ", ".join([*words, *kept, *([pieces_words(candidate)] if candidate.window is not None else [])])
 
 
 def _basis(results: Sequence[JobResult]) -> tuple[str, ...]:
     """How the cheapest and the fastest were chosen."""
     words = []
     if any(result.by == "price" for result in results):
-        words.append("The cheapest card is that with the lowest price per hour, where times are not known on all cards.")
+        words.append("Where times are not known on all cards, the cheapest is that with the lowest price per hour.")
     if any(result.by == "cost" for result in results):
-        words.append("Where they are, it is that with the lowest cost of a step." if words else "The cheapest is by cost.")
+        words.append("Where times are known on all cards that fit, the cheapest is that with the lowest cost.")
     if any(result.timed for result in results):
         words.append("Costs are of an epoch. Times that were not measured are predicted from records (~).")
     return tuple(words)
