@@ -201,6 +201,9 @@ def _literal(value: Any) -> str:
     return ascii(value)
 
 
+_BLOCK = re.compile(r"([!-~][ -~]*\n)+")  # lines that begin with no space, in printable ASCII: a block keeps them
+
+
 def to_yaml(document: Any) -> str:
     """A document as YAML, of dicts, lists, texts and whole numbers: texts are JSON strings, or blocks of lines."""
     return "\n".join(_yaml(document, 0)) + "\n"
@@ -216,7 +219,7 @@ def _yaml(value: Any, indent: int) -> list[str]:
             inner = _yaml(item, indent + 2)
             # the first line of an item of a list stands beside its dash
             lines += [head + inner[0].lstrip(), *inner[1:]] if key is None else [head.rstrip(), *inner]
-        elif isinstance(item, str) and "\n" in item and item.replace("\n", "").isascii() and item.endswith("\n"):
+        elif isinstance(item, str) and _BLOCK.fullmatch(item):
             lines += [f"{head}|", *(f"{space}  {line}" for line in item[:-1].split("\n"))]
         else:
             lines.append(head + json.dumps(item))

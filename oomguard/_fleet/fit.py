@@ -37,8 +37,9 @@ from oomguard._spec.rows import SpecRows, with_rows
 from oomguard._spec.spec import Spec
 
 CHUNK_JOBS = 512  # jobs whose candidates are in memory at once: some hundred thousand rows
-BLOCKS = (1, 8, 64, 1 << 40)
-"""How many candidates are estimated at a time. Most jobs fit in one piece; nearly all others in one of the next few."""
+BLOCKS, ROWS = (1, 8, 64, 1 << 40), 8192
+"""How many candidates of each job are estimated at a time, and of all jobs at least: most jobs fit in one piece, nearly
+all others in one of the next few, and so many rows take hardly longer than one."""
 AFTER = 1e12
 """Seconds added to the time of candidates that change the gradient, so that they are chosen only if no other fits."""
 
@@ -139,6 +140,7 @@ class Fitter:
             asked = np.flatnonzero((self.pairs.guess[jobs] > bounds[:, None]).any(axis=1))
             if not len(asked):
                 return
+            count = max(count, ROWS // len(asked)) if count > 1 else count
             blocks = [table.block(job, int(places[job]), count) for job in asked.tolist()]
             for unit in units:
                 self._try(unit, specs, table, jobs, Blocks(asked, blocks, bounds))
