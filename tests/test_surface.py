@@ -94,6 +94,8 @@ STARTS = {
     "predict": "predict {run} --data {data}",
     "resume": "resume {run} --data {data}",
     "show": "show {plan}",
+    "check": "check {plan}",
+    "fleet": "fleet {jobs} --cards {cards}",
 }
 
 

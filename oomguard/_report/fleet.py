@@ -37,7 +37,7 @@ def fleet_sections(fleet: Fleet, most: int = SHOWN) -> list[Section]:
 def _summary(fleet: Fleet, results: Sequence[JobResult]) -> Section:
     fitting, total = int(fleet.pairs.fits.any(axis=1).sum()), len(fleet.jobs)
     kinds = times(len(fleet.cards), "kind")
-    words = ["Memory is by arithmetic, and each job has a card for itself."]
+    words = ["Memory is by arithmetic, margin included, and each job has a card for itself."]
     if not any(result.timed for result in results):
         words.append("No time is known: `measured` of a job names plans or ledgers with times on such a card.")
     if len(results) < total:
@@ -47,28 +47,27 @@ def _summary(fleet: Fleet, results: Sequence[JobResult]) -> Section:
 
 
 def _jobs(fleet: Fleet, results: Sequence[JobResult]) -> Section:
-    """A row for each job with its cheapest card, and the fastest one if times are known."""
+    """A row for each job with its cheapest card, peak and margin in one figure, and the fastest one if times are known."""
     options = [result.cheapest for result in results if result.cheapest is not None]
     columns = {
         "job": [result.name for result in results],
-        "cheapest card": [option.card for option in options],
+        "card": [option.card for option in options],
         "microbatch": [rows_words(option.candidate) for option in options],
         "segments": [f"{option.candidate.segments:,}" for option in options],
         "settings": [_settings(option.candidate) for option in options],
-        "peak": [format_bytes(option.peak_bytes) for option in options],
-        "margin": [format_bytes(option.margin_bytes) for option in options],
+        "needs": [format_bytes(option.peak_bytes + option.margin_bytes) for option in options],
     }
     if any(result.timed for result in results):
         columns |= {
             "step": [_time(option.seconds_per_step) for option in options],
             "epoch": [_time(option.seconds_per_epoch) for option in options],
             "cost": [NONE if option.cost_per_epoch is None else f"{option.cost_per_epoch:.2f}" for option in options],
-            "fastest card": [_fastest(result) for result in results],
+            "fastest": [_fastest(result) for result in results],
         }
     else:
         columns["per hour"] = [f"{option.price:g}" for option in options]
-    words = ("job", "cheapest card", "settings", "fastest card")
-    table = from_columns(columns, words, "Jobs with their cards", drops=("settings", "margin", "per hour", "segments"))
+    words = ("job", "card", "settings", "fastest")
+    table = from_columns(columns, words, "Jobs with their cards", drops=("settings", "per hour", "segments"))
     return Section(title="Jobs", sentences=_basis(results), table=table)
 
 
