@@ -37,7 +37,7 @@ CARDS = (
 )  # fmt: skip
 CELLS, LAYERS, HIDDEN = ("lstm", "gru"), (1, 2, 3, 4, 6), (80, 112, 160, 200, 320, 512, 640, 1000, 1500, 2000)
 BATCHES = tuple(2**power for power in range(3, 13))
-LENGTHS = tuple(round(100 * 10 ** (index / 25)) for index in range(100))
+LENGTHS = tuple(round(100 * 10 ** (index / 30)) for index in range(100))
 WIDTHS = (8, 10, 12, 14, 8)
 COMPARED = 40  # pairs that are compared with plans
 

@@ -47,7 +47,7 @@ def _summary(fleet: Fleet, results: Sequence[JobResult]) -> Section:
 
 
 def _jobs(fleet: Fleet, results: Sequence[JobResult]) -> Section:
-    """A row for each job with its cheapest card, peak and margin in one figure, and the fastest one if times are known."""
+    """A row for each job with its cheapest card and what it needs there, and its fastest card if times are known."""
     options = [result.cheapest for result in results if result.cheapest is not None]
     columns = {
         "job": [result.name for result in results],
@@ -74,7 +74,7 @@ def _jobs(fleet: Fleet, results: Sequence[JobResult]) -> Section:
 def _settings(candidate: Candidate) -> str:
     """The precision and what is unusual. The engine is cuDNN on every card."""
     words = [text for name, text in setting_words(candidate).items() if name not in ("engine", "allocator")]
-    kept = ["kept activations"] if candidate.segments > 1 and not candidate.recompute else []
+    kept = ["keeps activations"] if candidate.segments > 1 and not candidate.recompute else []
     return ", ".join([*words, *kept, *([pieces_words(candidate)] if candidate.window is not None else [])])
 
 
