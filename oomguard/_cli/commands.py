@@ -468,7 +468,7 @@ def _fleet(*, jobs: str, cards: str | None = None, json: bool = False, **values:
     [bold]Examples[/bold]
 
     - oomguard fleet jobs.toml --cards cards.toml
-    - oomguard fleet jobs.toml --cards cards.toml --csv fleet.csv --html fleet.html
+    - oomguard fleet jobs.toml --cards cards.toml --html fleet.html
     - oomguard fleet jobs.toml --cards cards.toml --emit slurm --output slurm
 
     Exit codes: 0 every job fits a card, 1 some job fits none (with advice), 2 wrong usage.

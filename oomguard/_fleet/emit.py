@@ -197,7 +197,9 @@ def _mib(size_bytes: int) -> int:
 
 
 def _literal(value: Any) -> str:
-    """A literal of Python in ASCII, for numbers, texts, lists and dicts of these."""
+    """A literal of Python in ASCII, for numbers, texts, lists and dicts of these, which get a line for each key."""
+    if isinstance(value, dict):
+        return "".join(["{\n", *(f"    {key!a}: {item!a},\n" for key, item in value.items()), "}"])
     return ascii(value)
 
 
