@@ -29,6 +29,7 @@ SMALLER: dict[str, tuple[str, ...]] = {
     "data_stay_on_disk": ("1",),
     "estimates_track_peaks": ("--calibrated", "4"),
     "first_hour": ("operations", "keras"),
+    "fleets_take_seconds": ("--most", "10000"),
     "it_learns": ("30",),
     "long_sequences_fit": ("--budgets", "256MiB"),
     "own_models_go_in_segments": ("1", "--cases", "2"),

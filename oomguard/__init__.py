@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from oomguard._api.files import export, shrink
+    from oomguard._api.fleet import fleet
     from oomguard._api.measure import curves, estimate, explore, probe, tradeoffs
     from oomguard._api.plan import find_feasible_config, sampler
     from oomguard._api.train import guard, load_weights, predict, resume, train
@@ -62,6 +63,7 @@ __all__ = [
     "explore",
     "export",
     "find_feasible_config",
+    "fleet",
     "guard",
     "load_plan",
     "load_weights",
@@ -84,6 +86,7 @@ __all__ = [
 
 _MODULES = {
     "_api.files": "export shrink",
+    "_api.fleet": "fleet",
     "_api.measure": "curves estimate explore probe tradeoffs",
     "_api.plan": "find_feasible_config sampler",
     "_api.train": "guard load_weights predict resume train",

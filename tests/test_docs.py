@@ -118,11 +118,13 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     numbers = np.random.default_rng(0).normal(size=(200, 3))
     np.savetxt(tmp_path / "prices.csv", numbers, delimiter=",", header="open,volume,close", comments="")
     oomguard.save_plan(plan_of(), tmp_path / "plan.json")
+    (tmp_path / "jobs.toml").write_text('[[job]]\nname = "a"\ncell = "gru"\nseq = [9, 99]\ndata = "prices.csv"\n')
+    (tmp_path / "cards.toml").write_text('[[card]]\nname = "t4"\nprice = 0.35\n')
     return tmp_path
 
 
 CHEAP = [
-    *(words for words in EXAMPLES if words[1] in ("estimate", "show", "devices", "tradeoffs")),
+    *(words for words in EXAMPLES if words[1] in ("estimate", "show", "devices", "tradeoffs", "fleet")),
     *(words for words in EXAMPLES if words[1] == "plan" and "a100-80gb" in words),
     *(words for words in EXAMPLES if words[1] == "train" and "prices.csv" in words),
 ]
@@ -223,7 +225,7 @@ def test_the_code_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_block_of_a_page_is_of_a_kind_that_is_run(page: Path) -> None:
     for block in blocks_of(page):
-        assert block.kind in ("python", "console"), block.line
+        assert block.kind in ("python", "console") or (block.kind == "toml" and block.file), block.line
         assert all(note.startswith(NOTES) for note in block.notes), block.line
         assert block.note("not run") != ""
         if block.kind == "python":

@@ -9,8 +9,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "oomguard"
 ORDER = [
     *("_core", "_spec", "_estimate", "_device", "_batch", "_rnn", "_task", "_keras", "_adam8bit", "_step", "_probe"),
-    *("_predict", "_search", "_data", "_plan", "_guard", "_train", "_run", "_report", "_explore", "_api", "_cli"),
-    "integrations",
+    *("_predict", "_search", "_data", "_plan", "_fleet", "_guard", "_train", "_run", "_report", "_explore", "_api"),
+    *("_cli", "integrations"),
 ]
 """Packages and modules of oomguard in import order; inside a package, modules may import one another."""
 SHOWN = ("_plan/value.py", "_plan/task_value.py", "_probe/record.py", "_estimate/breakdown.py")

@@ -97,6 +97,8 @@ STARTS = {
     "shrink": "shrink {run}",
     "show": "show {plan}",
     "run": "run",
+    "check": "check {plan}",
+    "fleet": "fleet {jobs} --cards {cards}",
 }
 
 

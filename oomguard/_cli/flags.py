@@ -111,6 +111,7 @@ BUDGET = Flag("budget", "SIZE", "Memory that may be used, such as 6GiB (default:
 WHERE = [Flag("device", "NAME", "cpu, cuda, cuda:1, or a card such as a100-80gb (default: cpu)."), BUDGET]
 HERE = [Flag("device", "NAME", "cpu, cuda or cuda:1 (default: cpu)."), BUDGET]
 ANYWHERE = [Flag("device", "NAME", "cpu, cuda, cuda:0,cuda:1 or a card such as a100-80gb (default: cpu)."), BUDGET]
+CHECKED = Flag("device", "NAME", "The device to check: cpu, cuda or cuda:1 (default: that of the plan).")
 LOSSY = [knob.role.lossy for knob in KNOBS.values() if knob.role.lossy is not None]
 # aims and defaults are written out, so that the help need not import the search; a test compares them
 AIMS = ("throughput", "batch", "microbatch", "seq")
@@ -209,6 +210,18 @@ RUN_OUTPUT = [
     Flag("quiet", "", "Print nothing beside what the script prints.", bool),
 ]
 HTML = Flag("html", "FILE", "Write a report page with charts, in one file.")
+SCHEDULERS = ("slurm", "sky", "k8s", "kai", "ray", "submitit")  # written out; a test compares
+CARD_LIST = Flag("cards", "FILE", "TOML file of cards, with their count and their price per hour.")
+FLEET_OUTPUT = [
+    Flag("csv", "FILE", "Write a table with a row for each job on each card."),
+    Flag("html", "FILE", "Write a page with the jobs and their cards."),
+    Flag("emit", "NAME", "Write a file for each job, for a scheduler.", choices=SCHEDULERS),
+    Flag("output", "DIR", "Folder for the files of --emit."),
+    Flag("fastest", "", "Emit each job for its fastest card where that is known, not for its cheapest.", bool),
+    FORCE,
+    *LOUDNESS,
+    JSON,
+]
 YES = Flag("yes", "", "Remove everything that is listed.", bool)
 TIMEOUT = Flag("timeout", "SECONDS", "Time limit, such as 90s or 5min (default: 10min).")
 TRACED = Flag("timeout", "SECONDS", "Time limit of the trace of a task, such as 90s or 5min (default: 3min).")

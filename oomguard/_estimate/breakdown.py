@@ -25,6 +25,7 @@ from oomguard._estimate.moments import TERMS, Moments, Terms, evaluation_moments
 from oomguard._estimate.passes import Pass, border_bytes, by_layer_bytes, make_pass, piece_steps, stays_on_host
 from oomguard._estimate.target import CPU, Target
 from oomguard._spec.candidate import Candidate, Candidates, is_none
+from oomguard._spec.rows import pick
 from oomguard._spec.spec import Spec
 
 Name = str | NDArray[np.str_]  # a name, or an array of them
@@ -207,9 +208,10 @@ def estimate_batch(spec: Spec, candidates: Candidates, target: Target, *, traini
     figures, terms, moments = dict[str, Any](), dict[str, Any](), dict[str, Any]()
     moment, engine = np.empty(length, dtype=_NAME), np.empty(length, dtype=_NAME)
     for rows, group in _groups(spec, candidates):
-        estimate = estimate_step(spec, group, target, training=training)
+        own_spec = pick(spec, rows)
+        estimate = estimate_step(own_spec, group, target, training=training)
         own = {name: getattr(estimate, name) for name in _FIGURES if getattr(estimate, name) is not None}
-        own["margin_bytes"] = margin_bytes(spec, estimate, target)
+        own["margin_bytes"] = margin_bytes(own_spec, estimate, target)
         for columns, values in ((figures, own), (terms, estimate.terms), (moments, estimate.moments)):
             for name, value in values.items():  # a moment that a group does not have stays 0
                 columns.setdefault(name, np.zeros(length, dtype=np.int64))[rows] = value

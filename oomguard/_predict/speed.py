@@ -110,7 +110,7 @@ def faults(spec: Spec, knobs: Knobs, engine: Engine) -> NDArray[np.bool_]:
 
 def piece_of(spec: Spec, knobs: Knobs) -> NDArray[np.int64]:
     """Steps of a segment or window, for candidates with and without a window side by side."""
-    windows = filled(knobs.window, spec.steps).astype(np.int64)
+    windows = spec.steps if knobs.window is None else filled(knobs.window, spec.steps).astype(np.int64)
     return np.asarray(np.minimum(np.ceil(spec.steps / np.asarray(knobs.segments)).astype(np.int64), windows))
 
 

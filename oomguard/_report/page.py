@@ -58,6 +58,11 @@ def curves_page(curves: Sequence[Curve], heading: str, about: str = "") -> str:
     return make_page(heading, macros().about(about), [], [{"": curve} for curve in curves])
 
 
+def text_page(title: str, summary: Section, sections: Sequence[Section]) -> str:
+    """A page of text and tables, without charts."""
+    return make_page(title, macros().about(" ".join([summary.title, *summary.sentences])), sections, [])
+
+
 def make_page(title: str, top: str, sections: Sequence[Section], curves: list[dict[str, Curve]]) -> str:
     """A document with its own style and script. Its policy lets a browser run that script alone and load nothing."""
     pairs = enumerate(zip(LIGHT.colors, DARK.colors, strict=True))

@@ -86,13 +86,8 @@ def make_space(spec: Spec, target: Target, budget_bytes: int, choices: Choices) 
     check_allow(choices.allow)
     fixed, allow = choices.fixed, choices.allow
     values = _settings(spec, target, choices)
-    weights_bytes = terms.weights_bytes(spec)
-    worth = {
-        "offload": target.cuda and 2 * weights_bytes > WORTH * budget_bytes,
-        "update": weights_bytes > WORTH * budget_bytes,
-        "keep": target.cuda and spec.steps * spec.batch * spec.inputs > WORTH * budget_bytes,
-        "state_8bit": has_8bit(spec, target),
-    }
+    worth: dict[str, bool] = worth_trying(spec, target, budget_bytes)
+    worth["state_8bit"] = has_8bit(spec, target)
     for name in dict.fromkeys([*worth, *KNOBS]):
         role = KNOBS[name].role
         if role.tries and worth.get(name, True) and (role.lossy is None or role.lossy in allow):
@@ -107,6 +102,16 @@ def has_8bit(spec: Spec, target: Target) -> bool:
     if target.cuda and importlib.util.find_spec("bitsandbytes") is not None:
         return True
     return spec.optimizer in ("adam", "adamw", "adam8bit") and importlib.util.find_spec("torchao") is not None
+
+
+def worth_trying(spec: Spec, target: Target, budget_bytes: int) -> dict[str, Any]:
+    """Which knobs could save a share of the budget that is worth it; arrays for the rows of a `SpecRows`."""
+    weights_bytes = terms.weights_bytes(spec)
+    return {
+        "offload": target.cuda and 2 * weights_bytes > WORTH * budget_bytes,
+        "update": weights_bytes > WORTH * budget_bytes,
+        "keep": target.cuda and spec.steps * spec.batch * spec.inputs > WORTH * budget_bytes,
+    }
 
 
 def _settings(spec: Spec, target: Target, choices: Choices) -> dict[str, tuple[Any, ...]]:

@@ -166,6 +166,8 @@ ARITHMETIC = {
     "plan, nothing fits": "plan --model lstm --seq 20000 --device t4 --budget 2GiB --segments 1 --microbatch 32 --json",
     "show": "show {plan} --json",
     "show with lengths": "show {lengths} --json",
+    "check": "check {plan} --json",
+    "fleet": "fleet {jobs} --cards {cards} --json",
     "devices": "devices --json",
     "devices --cards": "devices --cards --json",
 }
@@ -180,7 +182,7 @@ AFTER = {"compare": "compare {run} --json", "clean": "clean {home} --json"}
 """Commands that look at what the others have left."""
 
 
-FILES = ("home", "ledger", "plan", "lengths", "unlimited", "data", "run")
+FILES = ("home", "ledger", "plan", "lengths", "unlimited", "data", "run", "jobs", "cards")
 """Names that a command line of a session may use."""
 
 
@@ -192,6 +194,7 @@ class Session:
         self.plan, self.lengths = (adopt(HERE / name, home / name) for name in PLANS)
         self.unlimited = adopt(HERE / PLANS[0], home / "unlimited.json", limited=False)
         self.data, self.run = write_waves(home / "data.npy", steps=2000), home / "run"
+        self.jobs, self.cards = write_fleet(home)
         self.ledger.mkdir()
         adopt(HERE / RECORDS, self.ledger / "records.jsonl")
         self.ran = {name: self(line) for name, line in ARITHMETIC.items()}
@@ -272,6 +275,15 @@ def write_waves(path: Path, rows: int = 20, steps: int = 40) -> Path:
     return path
 
 
+def write_fleet(home: Path) -> tuple[Path, Path]:
+    """Write a list of jobs, of which one fits no card, and a list of cards."""
+    jobs, cards = home / "jobs.toml", home / "cards.toml"
+    fields = 'cell = "lstm"\nseq = 100\n'
+    jobs.write_text(f'[[job]]\nname = "a"\n{fields}\n[[job]]\nname = "b"\n{fields}hidden = 20_000\n')
+    cards.write_text('[[card]]\nname = "t4"\nprice = 0.35\n')
+    return jobs, cards
+
+
 def write_tokens(path: Path) -> Path:
     """Write token sequences of the lengths of the golden plan with lengths, as a table: a series and a token a row."""
     rows = [
@@ -309,6 +321,12 @@ EXIT_LINES = (
     "tradeoffs --model lstm --seq 100 --device t4",
     "tradeoffs --model lstm --seq 100 --device t4 --budget 10MiB",
     "tradeoffs --model lstm",
+    "check {plan}",
+    "check {home}/nowhere.json",
+    "check {plan} --device cuda",
+    "fleet {jobs} --cards {cards}",
+    "fleet {jobs}",
+    "fleet {jobs} --cards {jobs}",
     "devices",
     "devices surplus",
     "compare",
