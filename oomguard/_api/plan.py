@@ -175,7 +175,7 @@ def _question(
 
     own, knobs = split(fields)
     aims = tuple("microbatch" if word == "batch" else word for word in _words("maximize", maximize))
-    open_batch = spec is None and "batch" not in own and aims == ("microbatch",) and "microbatch" not in knobs
+    open_batch = spec is None and "batch" not in own and "microbatch" in aims and "microbatch" not in knobs
     if spec is None and aims[:1] == ("seq",):
         own = {"seq": 1} | own
     return Question(
@@ -185,7 +185,7 @@ def _question(
         maximize=aims,
         allow=tuple(word for word in _words("allow", allow) if word != "none"),
         fixed={name: value for name, value in knobs.items() if value is not None},
-        open_batch=open_batch,
+        open_batch=open_batch and "seq" not in aims,
         **more,
     )
 

@@ -113,6 +113,11 @@ def make_sampler(question: Question) -> "Sampler":
 
 def find_plan(question: Question, progress: Callable[[Progress], None] | None = None) -> Plan:
     """The plan; raises `NothingFitsError` if there is none."""
+    if question.open_batch and len(question.maximize) > 1:  # first how large the batch can be, then the other aims
+        plan = find_plan(replace(question, maximize=("microbatch",)), progress)
+        if plan.ended == "interrupted":
+            return plan
+        question = replace(question, spec=plan.spec, open_batch=False, limits=_limits_after(plan, question.limits))
     target, budget = find_target(question.devices[0]), find_budget(question.devices[0])
     devices = [open_device(name) for name in question.devices] if is_here(question.devices[0]) else []
     title = _title(devices) if devices else target.device
@@ -128,6 +133,11 @@ def find_plan(question: Question, progress: Callable[[Progress], None] | None = 
     if plan is None:
         raise NothingFitsError(explain(result.problem, result.evidence))
     return plan
+
+
+def _limits_after(plan: Plan, limits: Limits) -> Limits:
+    """What a search has left of its limits after another one, but at least a probe and a second."""
+    return Limits(max_probes=max(1, limits.max_probes - plan.probes), seconds=max(1.0, limits.seconds - plan.seconds))
 
 
 def make_environment(target: Target, device: Device | None, budget: Budget, libraries: list[str]) -> Environment:
@@ -191,7 +201,7 @@ def _problem(question: Question, target: Target, devices: list[Device], budget: 
         maximize=question.maximize,
         step_seconds=question.step_seconds or STEP_SECONDS,
     )
-    if not question.open_batch:
+    if not question.open_batch or len(question.maximize) > 1:
         return problem
     spec = msgspec.structs.replace(question.spec, batch=_unreachable_batch(problem))
     return replace(problem, spec=spec, open_batch=True)

@@ -36,7 +36,6 @@ MEASURE_SECONDS = 1.5  # a probe begins no further optimizer step after so many 
 SAFE_SHARE = 4
 """A kind that has not been measured is first run in a quarter of the spare budget: stored errors are those of other
 machines."""
-CONFIRM_SHARE = 0.7  # share of the time left that the last pass may take: it may be slower than expected
 Role = Literal["calibrate", "explore", "confirm"]
 
 
@@ -71,8 +70,8 @@ class State:
 
     @property
     def confirm_seconds(self) -> float:
-        """Seconds that a pass of a confirming probe may take."""
-        return max(1.0, CONFIRM_SHARE * self.left)
+        """Seconds that a pass of a confirming probe may take: half of the time left, since it may be slow."""
+        return max(1.0, self.left / 2)
 
     @property
     def known(self) -> list[Record | Probe]:
@@ -146,7 +145,7 @@ def _promising(state: State, table: CandidateTable) -> int | None:
     best, short = least(mean, table.eligible), short_steps(table)
     confirm = _confirm(state, table, best)
     confirming = 0.0 if confirm is None else min(state.confirm_seconds, confirm.seconds_per_pass)
-    left = state.left - confirming / CONFIRM_SHARE - state.child_seconds
+    left = state.left - 2 * confirming - state.child_seconds
     last = {kind_of(state.records[-1])} if state.records else set[Kind]()
     start = state.child_seconds * ~table.of_kinds(last)
     if state.draw is not None:

@@ -293,6 +293,15 @@ def test_without_a_batch_the_largest_one_has_no_bound(rig: Rig, aim: str) -> Non
     assert plan.probes <= 4
 
 
+def test_beside_throughput_the_largest_batch_has_no_bound_either(rig: Rig) -> None:
+    alone = oomguard.find_feasible_config(**LARGEST, maximize="batch")
+    plan = oomguard.find_feasible_config(**LARGEST, maximize="throughput,batch")
+    assert plan.spec.batch == alone.spec.batch > 32
+    assert plan.maximize == ("throughput", "microbatch")
+    assert max(point.candidate.microbatch for point in plan.front) >= 0.95 * plan.spec.batch
+    assert plan.ooms == 0
+
+
 def test_a_given_batch_bounds_the_microbatch(rig: Rig) -> None:
     questions: list[dict[str, Any]] = [{"batch": 48}, {"spec": Spec(cell="gru", seq=200, hidden=128)}]
     for asked in questions:
