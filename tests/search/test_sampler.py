@@ -154,9 +154,18 @@ def test_what_is_fastest_by_luck_is_run_again_before_it_is_chosen() -> None:
     row = choose(view)
     assert row is not None
     assert len(records) <= 40
-    assert sum(one.candidate == view.candidates[row] for one in records) >= 2
+    assert sum(view.candidates[row] in (one.candidate, one.rival) for one in records) >= 2
     seconds = SMALL.batch / view.candidates[row].microbatch * machine.pass_seconds(SMALL, view.candidates[row])
     assert machine.fastest(view, problem.budget_bytes) >= 0.95 * seconds
+
+
+def test_the_two_best_run_by_turns_once_and_have_both_run_alone_before() -> None:
+    problem = make_problem(SMALL, 900 * MIB)
+    records = solve(Machine(), problem)
+    (turns,) = [record for record in records if record.rival is not None]
+    alone = [record.candidate for record in records[: records.index(turns)] if record.spec == SMALL]
+    assert {turns.candidate, turns.rival} <= {*alone}
+    assert turns.spec == SMALL
 
 
 def test_nothing_is_run_whole_while_others_run_half_of_it() -> None:

@@ -178,6 +178,26 @@ def test_of_several_turns_the_middle_one_tells_the_time_and_the_highest_the_peak
     assert record_of(records, view, row) == records[1]
 
 
+@pytest.mark.parametrize("ratio", [0.8, 1.25])
+def test_of_two_that_ran_by_turns_the_ratio_decides_and_not_their_single_times(ratio: float) -> None:
+    one, other = knobs(), knobs(microbatch=16)
+    records = [ran(one, **taking(3.0)), ran(other, **taking(6.0)), ran(one, **taking(3.0), rival=other, ratio=ratio)]
+    view = screen(PROBLEM, records)
+    first, second = find(view, one), find(view, other)
+    assert first is not None
+    assert second is not None
+    seconds = view.expected.seconds_per_step
+    assert seconds[first] / seconds[second] == pytest.approx(ratio)
+
+
+def test_of_two_that_ran_by_turns_and_went_over_neither_fits() -> None:
+    one, other = knobs(), knobs(microbatch=16)
+    records = [ran(one), ran(other)]
+    records.append(msgspec.structs.replace(failed(Verdict.OVER, one), rival=other))
+    assert not fits(PROBLEM, records, one)
+    assert not fits(PROBLEM, records, other)
+
+
 def test_one_lucky_moment_moves_a_time_by_no_more_than_its_passes_differ() -> None:
     candidate, others = knobs(), [knobs(microbatch=rows) for rows in (4, 16, 32)]
     usual = [ran(one) for one in (candidate, *others)]
