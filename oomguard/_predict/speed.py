@@ -1,7 +1,6 @@
 """The time model: a guess before anything is measured, and how the times of candidates resemble each other."""
 
 import math
-from itertools import product
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -29,12 +28,14 @@ coordinate of the shape, or of an earlier search (the machine may have been busi
 shapes, 36 simulated searches found 0.905 of the best in the mean and 0.62 in the worst case; with 0.3, 0.909 and 0.74.
 """
 NOISE, LOCAL = 0.04, 0.1
-"""Standard deviation of a measured time, and of a local deviation that only similar candidates share. Those of a search
-are half of this, twice or more, as its own records make likely."""
+"""Standard deviation of a measured time, and of a local deviation that only similar candidates share. The noise of a
+search is half of this, twice or more, as its own records make likely."""
 NOISY = 2 * NOISE  # a time with such a deviation is told with it: the next noise above the usual that `fit_times` knows
 
 ROWS, PIECE, THREADS, NATIVE, KEEPS, HALF, OTHER, CHUNKS, LIVE, STEPS, OLD = range(11)  # coordinates of a candidate
 EFFECTS = (THREADS, NATIVE, KEEPS, HALF, OTHER, ROWS, PIECE, CHUNKS, LIVE, OLD)
+SUMMANDS = (Term(LEVEL), *(Term(EFFECT, (column,)) for column in EFFECTS), Term(LOCAL, (*range(STEPS + 1),)))
+"""The summands of the logarithm of a time over its guess."""
 
 Knobs = Candidate | Candidates
 Engine = str | NDArray[np.str_]  # the engine of all candidates, or one for each
@@ -80,22 +81,15 @@ def fit_times(data: Data) -> tuple[Fit, float]:
     `data.noise` is what is known beforehand of each value; the noise that all share is learned from how well other
     records predict each one.
     """
-    noise, local = NOISE, LOCAL
-    quiet = without_outliers(_summands(local), data._replace(noise=np.hypot(data.noise, noise)))
-    extra = np.sqrt(np.square(quiet.noise) - noise**2)
-    best, likely = (Fit(_summands(local), quiet), noise), -math.inf
-    for louder, rougher in product(range(-1, 4), range(-1, 2)) if len(data.values) > 1 else ():
-        noise, local = NOISE * 2.0**louder, LOCAL * 2.0**rougher
-        fit = Fit(_summands(local), data._replace(noise=np.hypot(extra, noise)))
-        if (evidence := fit.evidence - math.hypot(louder, rougher) ** 2 / 2) > likely:  # a doubling is a deviation
+    quiet = without_outliers(SUMMANDS, data._replace(noise=np.hypot(data.noise, NOISE)))
+    extra = np.sqrt(np.square(quiet.noise) - NOISE**2)
+    best, likely = (Fit(SUMMANDS, quiet), NOISE), -math.inf
+    for louder in range(-1, 4) if len(data.values) > 1 else ():
+        noise = NOISE * 2.0**louder
+        fit = Fit(SUMMANDS, data._replace(noise=np.hypot(extra, noise)))
+        if (evidence := fit.evidence - louder**2 / 2) > likely:  # a doubling is a deviation
             likely, best = evidence, (fit, noise)
     return best
-
-
-def _summands(local: float) -> list[Term]:
-    """The summands of the logarithm of a time over its guess."""
-    effects = [Term(EFFECT, (column,)) for column in EFFECTS]
-    return [Term(LEVEL), *effects, Term(local, (*range(STEPS + 1),))]
 
 
 def piece_of(spec: Spec, knobs: Knobs) -> NDArray[np.int64]:
