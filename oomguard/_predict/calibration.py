@@ -173,6 +173,13 @@ class Calibration:
         again = repeats(self.device, *kind_of(record), fragile, settled=record.passes >= SETTLED)
         return record.peak_bytes + round(float(again.bytes_of(again.most, np.array(self._rest_bytes(record)))))
 
+    def settling_bytes(self, estimate: Estimate) -> float:
+        """By how much a candidate's margin shrinks if it runs until its peak has settled, not only for a few passes."""
+        (kind,), rest = kinds_of(estimate, self.target), split(estimate)[1]
+        fragile = bool(is_fragile(self.spec, estimate))
+        few, settled = (repeats(self.device, *kind, fragile, settled=settled) for settled in (False, True))
+        return float((few.bytes_of(few.most, rest) - settled.bytes_of(settled.most, rest))[0])
+
     def _estimate(self, record: Record) -> Estimate:
         """The estimate of a record, made once."""
         if id(record) not in self._estimates:

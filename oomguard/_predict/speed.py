@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from oomguard._estimate import terms
+from oomguard._estimate.malloc import heap_limit
 from oomguard._predict.fit import FAR, Data, Fit, Floats, Term, matrix, without_outliers
 from oomguard._spec.candidate import Candidate, Candidates, is_none
 from oomguard._spec.spec import Spec
@@ -15,6 +16,9 @@ SPEED = {"cpu": 6e10, "cuda": 5e12}
 HALF_ROWS = {"cpu": 2.0, "cuda": 64.0}
 """The microbatch at which half of the time does not depend on the microbatch. (CPU: LSTM 128, T = 400, 2 threads: a
 step in microbatches of 2, 4, 8, 16, 32 took 1.8, 1.2, 1.1, 0.9, 1 of the time.)"""
+FAULTS = 0.5
+"""CPU: share added to the time if the blocks of a pass are new pages each time (LSTM 128, T = 400: 0.1 to 1.0; GRU 128,
+T = 500: 0.45 to 0.6)."""
 FORWARD = {"cpu": 0.05, "cuda": 1 / 3}
 """Share that each level of segments adds to the time: a forward pass is a third of forward and backward. On the CPU
 most of it is won back, since a segment stays in the caches (LSTM 128, T = 400 to 10,000: 0.76 to 1.44 of the plain
@@ -46,6 +50,8 @@ def guess(spec: Spec, knobs: Knobs, engine: Engine, *, cuda: bool) -> Floats:
     where, native = "cuda" if cuda else "cpu", _is(engine, "native")
     again = np.asarray(knobs.levels * np.greater(knobs.segments, 1) * knobs.recompute)  # further forward passes
     share = (1 + HALF_ROWS[where] / knobs.microbatch) * (1 + FORWARD[where] * again)
+    if not cuda:
+        share = share * (1 + FAULTS * faults(spec, knobs, engine))
     work = 6.0 * terms.weights_bytes(spec) / 4 / SPEED[where] * share
     launch = np.where(native, LAUNCH_SECONDS["native"], LAUNCH_SECONDS["fused"] / piece_of(spec, knobs))
     return np.asarray(work + spec.layers * spec.directions * (1 + again) * launch / knobs.microbatch)
@@ -90,6 +96,16 @@ def fit_times(data: Data) -> tuple[Fit, float]:
         if (evidence := fit.evidence - louder**2 / 2) > likely:  # a doubling is a deviation
             likely, best = evidence, (fit, noise)
     return best
+
+
+def faults(spec: Spec, knobs: Knobs, engine: Engine) -> NDArray[np.bool_]:
+    """CPU: where the blocks of a pass are mapped anew each time, which costs a page fault for every 4 KiB.
+
+    oneDNN has blocks for whole segments, PyTorch's own kernels for single steps.
+    """
+    native = _is(engine, "native")
+    block = np.asarray(knobs.microbatch) * 16 * spec.hidden * piece_of(spec, knobs)
+    return np.asarray(np.where(native, ~keeps(knobs), block >= heap_limit(knobs.allocator, engine)))
 
 
 def piece_of(spec: Spec, knobs: Knobs) -> NDArray[np.int64]:

@@ -75,6 +75,8 @@ def _probe_words(probe: "Probe", budget_bytes: int) -> str:
     knobs = probe.candidate
     memory = f"about {format_bytes(probe.peak_bytes)} of {format_bytes(budget_bytes)}"
     what = f"microbatch {knobs.microbatch:,}{pieces_phrase(knobs)}, {times(probe.spec.steps, 'time step')}"
+    if (rival := probe.rival) is not None:
+        what += f", by turns with microbatch {rival.microbatch:,}{pieces_phrase(rival)}"
     return f"{ROLES[probe.role]} {what}: {memory}"
 
 

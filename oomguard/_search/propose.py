@@ -15,10 +15,10 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from oomguard._estimate.breakdown import estimate_step, is_fragile, split
+from oomguard._estimate.breakdown import estimate_step, split
 from oomguard._estimate.margins import SETTLED
 from oomguard._predict.belief import believed, doubted
-from oomguard._predict.calibration import kind_of
+from oomguard._predict.calibration import Kind, kind_of
 from oomguard._predict.fit import Floats
 from oomguard._probe.record import Record
 from oomguard._search.largest import largest, longest_run, sizes_of
@@ -146,15 +146,18 @@ def _promising(state: State, table: CandidateTable) -> int | None:
     confirm = _confirm(state, table, best)
     confirming = 0.0 if confirm is None else min(state.confirm_seconds, confirm.seconds_per_pass)
     left = state.left - 2 * confirming - state.child_seconds
+    last = {kind_of(state.records[-1])} if state.records else set[Kind]()
+    start = state.child_seconds * ~table.of_kinds(last)
     if state.draw is not None:
-        return state.draw(table) if left >= MEASURE_SECONDS else None
+        row = state.draw(table)
+        return row if start[row] + MEASURE_SECONDS <= left else None
     open_yet = table.eligible
     for probe in state.pending:  # what others are running is not run twice, nor longer at the same time
         same = rows_of(probe, table) | table.like(probe.candidate, *SETTING, *SHAPE)  # as many pieces, or as long ones
         open_yet = open_yet & ~same
     shorter = table.calibration.time_places(table.estimate, short)
     moves = times.between(shorter, places) / np.hypot(times.at(shorter)[1], noise)
-    seconds = np.maximum(MEASURE_SECONDS, 2 * table.pass_seconds / whole * short)
+    seconds = start + np.maximum(MEASURE_SECONDS, 2 * table.pass_seconds / whole * short)
     improvement = _improvement(mean[best] - mean, np.abs(moves))
     worth = open_yet & (improvement >= WORTH) & (seconds <= left)
     return least(-improvement / seconds, worth) if worth.any() else None
@@ -207,7 +210,7 @@ def _compare(state: State, table: CandidateTable, best: int) -> Probe | None:
     """
     seconds, noise = table.costs, table.calibration.times[1]
     pairs = [{record.candidate, record.rival} for record in state.own_records if record.rival is not None]
-    rivals = table.eligible & table.kinds[table.kind_at(best)] & (np.arange(len(table)) != best)
+    rivals = table.eligible & table.of_kinds({table.kind_at(best)}) & (np.arange(len(table)) != best)
     if not state.explore or not rivals.any() or 2 * table.pass_seconds[best] > MEASURE_SECONDS:
         return None
     rival = least(seconds, rivals)
@@ -224,7 +227,7 @@ def _compare(state: State, table: CandidateTable, best: int) -> Probe | None:
 def make_probe(state: State, table: CandidateTable, row: int, role: Role, steps: int) -> Probe:
     """A probe of a candidate with sequences of so many steps, or half of them, and so on, until it surely fits.
 
-    If its peak varies and it is to be confirmed, it runs until the peak has settled.
+    If it is to be confirmed, it runs until its peak has settled, if that makes its margin smaller and there is time.
     """
     problem, chosen, kind = state.problem, table.candidates[row], table.kind_at(row)
     whole = problem.spec_of(chosen.microbatch, table.spec)
@@ -244,7 +247,8 @@ def make_probe(state: State, table: CandidateTable, row: int, role: Role, steps:
         steps //= 2
     pass_seconds = float(table.pass_seconds[row]) * spec.steps / whole.steps
     passes = 2 if problem.timed and pass_seconds <= CHILD_SECONDS else 1
-    if role == "confirm" and is_fragile(spec, estimate):
+    narrower = table.calibration.of(spec).settling_bytes(estimate) > WORTH / 2 * problem.budget_bytes
+    if role == "confirm" and narrower:  # the peak needs some passes to show
         passes = int(np.clip(state.confirm_seconds / pass_seconds, passes, SETTLED))
     return Probe(
         spec=spec,

@@ -96,6 +96,10 @@ class CandidateTable:
         """The kind of a candidate."""
         return next(kind for kind, rows in self.kinds.items() if rows[row])
 
+    def of_kinds(self, kinds: set[Kind]) -> Mask:
+        """Where candidates are of one of these kinds."""
+        return np.asarray(np.any([rows & (kind in kinds) for kind, rows in self.kinds.items()], axis=0))
+
     @property
     def smallest(self) -> int:
         """The row of the candidate that needs least memory, of those that run at all."""

@@ -9,7 +9,6 @@ import numpy as np
 
 from oomguard._core.units import MIB
 from oomguard._estimate.breakdown import estimate_step
-from oomguard._estimate.malloc import heap_limit
 from oomguard._estimate.target import CPU, Target
 from oomguard._predict import speed
 from oomguard._probe.record import Record, torch_version
@@ -23,13 +22,6 @@ from oomguard._spec.spec import Spec
 TITLE = "a machine of formulas"
 
 
-def faults(spec: Spec, knobs: Any, engine: Any) -> Any:
-    """Where the blocks of a pass are mapped anew each time: of whole segments for oneDNN, of single steps elsewhere."""
-    block = np.asarray(knobs.microbatch) * 16 * spec.hidden * speed.piece_of(spec, knobs)
-    kept = block < heap_limit(knobs.allocator, engine)
-    return np.where(np.asarray(engine) == "native", ~speed.keeps(knobs), ~kept)
-
-
 def features(spec: Spec, knobs: Any, engine: Any, *, cuda: bool) -> dict[str, Any]:
     """What makes a candidate faster or slower than the guess."""
     block = (
@@ -38,7 +30,7 @@ def features(spec: Spec, knobs: Any, engine: Any, *, cuda: bool) -> dict[str, An
     return {
         "all": 1.0,
         "native": np.asarray(engine) == "native",
-        "faults": np.asarray(False) if cuda else faults(spec, knobs, engine),
+        "faults": np.asarray(False) if cuda else speed.faults(spec, knobs, engine),
         "threads": np.log2(speed.filled(knobs.threads, 1).astype(float)),
         "rows": np.log2(knobs.microbatch) - 4,
         "pieces": np.greater(knobs.segments, 1),
