@@ -114,10 +114,10 @@ def make_sampler(question: Question) -> "Sampler":
 def find_plan(question: Question, progress: Callable[[Progress], None] | None = None) -> Plan:
     """The plan; raises `NothingFitsError` if there is none."""
     if question.open_batch and len(question.maximize) > 1:  # first how large the batch can be, then the other aims
-        plan = find_plan(replace(question, maximize=("microbatch",)), progress)
-        if plan.ended == "interrupted":
-            return plan
-        question = replace(question, spec=plan.spec, open_batch=False, limits=_limits_after(plan, question.limits))
+        first = find_plan(replace(question, maximize=("microbatch",)), progress)
+        if first.ended == "interrupted":
+            return first
+        question = replace(question, spec=first.spec, open_batch=False, limits=_limits_after(first, question.limits))
     target, budget = find_target(question.devices[0]), find_budget(question.devices[0])
     devices = [open_device(name) for name in question.devices] if is_here(question.devices[0]) else []
     title = _title(devices) if devices else target.device
