@@ -128,6 +128,7 @@ def make_record(probe: Probe) -> Record:
         terms=parts | {"rest": int(estimate.total_bytes) - sum(parts.values())}, peak_bytes=int(estimate.total_bytes),
         runtime_bytes=parts["runtime"], seconds_per_step=step, tokens_per_second=1e5, seconds_per_pass=seconds,
         fastest_pass_seconds=seconds, seconds_per_update=1e-3, passes=probe.passes, steps=1,
+        rival=probe.rival, ratio=None if probe.rival is None else 1.0,
     )  # fmt: skip
 
 
