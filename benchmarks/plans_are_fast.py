@@ -230,7 +230,10 @@ def run_case(
     most_probes = SMOKE_PROBES if smoke else max(1, len(near) // SHARE_OF_RUNS)
     plan = find_feasible_config(spec, budget=budget_bytes, max_probes=most_probes, allow="none")
     held, dropped = hold(spec, ran, budget_bytes, SMOKE_HOLD_STEPS if smoke else HOLD_STEPS, 1 if smoke else 2)
-    assert held, "No candidate of the grid stayed within the budget."
+    # on a busy machine a candidate may take longer than its minute
+    assert held, (
+        f"Of the grid {len(ran)} candidates ran within the budget and a minute each, and none again: {dropped}."
+    )
     found: dict[str, Candidate | None] = {
         "plan": plan.candidate,
         **dict(zip(("best", "second"), held, strict=False)),
