@@ -58,13 +58,14 @@ def emitted(fleet: Fleet, scheduler: str, folder: Path) -> str:
 def strict(text: str) -> Any:
     """The document in YAML, without a key that occurs twice."""
 
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
         pass
 
     def mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
         keys = [loader.construct_object(key) for key, _ in node.value]
         assert len({*keys}) == len(keys), keys
-        return loader.construct_mapping(node, deep=True)
+        found: dict[Any, Any] = loader.construct_mapping(node, deep=True)
+        return found
 
     Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
     return yaml.load(text, Loader)
