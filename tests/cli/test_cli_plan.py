@@ -66,8 +66,9 @@ def test_a_search_ends_with_0_and_prints_what_it_wrote(searched: Any) -> None:
     assert load_spec_plan(path).confirmed
 
 
-def test_a_search_is_quiet_when_it_is_piped(searched: Any) -> None:
-    assert searched[1].stderr == b""
+def test_a_search_that_is_piped_writes_nothing_but_its_progress_to_stderr(searched: Any) -> None:
+    lines = searched[1].stderr.decode().splitlines()  # none if it took no longer than a moment
+    assert not [line for line in lines if not line.startswith(("Searching: ", "Starting", "Estimating"))]
 
 
 def test_a_plan_that_was_searched_is_shown_with_its_evidence(searched: Any, capsys: Capture) -> None:
@@ -260,7 +261,8 @@ def test_nothing_that_fits_ends_with_1_and_leaves_an_old_plan_alone(tmp_path: Pa
     assert out.startswith("NOTHING FITS: lstm 64 → 2048 × 2 layers, T = 100,000, batch 32 on t4\n")
     assert "The largest obstacle is the term " in out
     assert "What would help" in out
-    assert (err, old.read_text(), [*tmp_path.iterdir()]) == ("", "old", [old])
+    assert "oomguard:" not in err  # progress alone
+    assert (old.read_text(), [*tmp_path.iterdir()]) == ("old", [old])
 
 
 def test_nothing_that_fits_is_one_json_document(tmp_path: Path, capsys: Capture) -> None:
