@@ -285,6 +285,8 @@ def _finder(done: dict[str, Any], budget_bytes: int, name: str) -> Any:
     package = "lightning.pytorch" if name in ("lightning", "pytorch-forecasting", "gluonts") else "pytorch_lightning"
     callbacks = __import__(f"{package}.callbacks", fromlist=["callbacks"])
 
+    done["ooms"] = None  # it does not tell
+
     class Finder(callbacks.BatchSizeFinder):  # type: ignore[misc, name-defined]
         def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
             now = Cpu().reading()
@@ -311,7 +313,13 @@ def show(case: dict[str, Any]) -> None:
             continue
         share = "-" if answer["found"] is None else f"{answer['found'] / case['maximum']:.1%}"
         peak = "-" if answer["peak_bytes"] is None else answer["peak_bytes"] // MIB
-        cells = [answer["found"] or "-", share, peak, answer["ooms"], answer.get("lines", "-")]
+        cells = [
+            answer["found"] or "-",
+            share,
+            peak,
+            "-" if answer["ooms"] is None else answer["ooms"],
+            answer.get("lines", "-"),
+        ]
         print_row((f"  {tool}", *cells, f"{answer['seconds']:.1f}"), WIDTHS)
         if answer.get("error"):
             print(f"    stopped with an error: {answer['error']}")
