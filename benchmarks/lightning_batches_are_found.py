@@ -229,13 +229,12 @@ def child(request: dict[str, Any]) -> None:
     import numpy as np
     import torch
 
-    from oomguard._device.cpu import Cpu
     from oomguard.integrations import lightning as ours
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     name, tool, budget_bytes = request["case"], request["tool"], request["budget_bytes"]
-    done: dict[str, Any] = {"found": None, "ooms": 0, "events": [], "error": None}
+    done: dict[str, Any] = {"found": None, "ooms": 0, "events": [], "peak": 0, "error": None}
     random = np.random.default_rng(0)
     settings = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     if name == "gluonts":  # it adds a callback for checkpoints itself
@@ -258,6 +257,7 @@ def child(request: dict[str, Any]) -> None:
         def _close(self) -> None:
             super()._close()
             done["events"] = [event.kind for event in self.events]
+            done["peak"] = self.peak_bytes  # the guard resets the peak that the kernel counts
             done["ooms"] = sum(event.kind == "oom" for event in self.events) + (self.plan.ooms if self.plan else 0)
 
     script = SCRIPTS[name]
@@ -275,7 +275,7 @@ def child(request: dict[str, Any]) -> None:
     with open("/proc/self/status") as file:
         peak_bytes = next(1024 * int(line.split()[1]) for line in file if line.startswith("VmHWM"))
     assert tool != "plain" or done["error"] is None, done["error"]
-    print(json.dumps({"peak_bytes": peak_bytes or Cpu().reading().peak_bytes, **done}))
+    print(json.dumps({"peak_bytes": max(peak_bytes, done.pop("peak")), **done}))
 
 
 def _finder(done: dict[str, Any], budget_bytes: int, name: str) -> Any:
@@ -284,6 +284,8 @@ def _finder(done: dict[str, Any], budget_bytes: int, name: str) -> Any:
 
     package = "lightning.pytorch" if name in ("lightning", "pytorch-forecasting", "gluonts") else "pytorch_lightning"
     callbacks = __import__(f"{package}.callbacks", fromlist=["callbacks"])
+
+    done["ooms"] = None  # it does not tell
 
     class Finder(callbacks.BatchSizeFinder):  # type: ignore[misc, name-defined]
         def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -311,7 +313,13 @@ def show(case: dict[str, Any]) -> None:
             continue
         share = "-" if answer["found"] is None else f"{answer['found'] / case['maximum']:.1%}"
         peak = "-" if answer["peak_bytes"] is None else answer["peak_bytes"] // MIB
-        cells = [answer["found"] or "-", share, peak, answer["ooms"], answer.get("lines", "-")]
+        cells = [
+            answer["found"] or "-",
+            share,
+            peak,
+            "-" if answer["ooms"] is None else answer["ooms"],
+            answer.get("lines", "-"),
+        ]
         print_row((f"  {tool}", *cells, f"{answer['seconds']:.1f}"), WIDTHS)
         if answer.get("error"):
             print(f"    stopped with an error: {answer['error']}")
