@@ -62,9 +62,10 @@ def main(words: list[str]) -> list[float]:
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--updates", type=int, default=1)
     parser.add_argument("--budget", default="4GiB")
-    return [float(trial.value or 0.0) for trial in study_of(parser.parse_args(words)).trials]
+    study = study_of(parser.parse_args(words))
+    return sorted((trial.value for trial in study.trials if trial.value is not None), reverse=True)
 
 
 if __name__ == "__main__":
-    for number, loss in enumerate(main(sys.argv[1:]), 1):
-        print(f"trial {number}: loss {loss:.4f}")
+    for loss in main(sys.argv[1:]):
+        print(f"loss {loss:.4f}")  # the best trial comes last

@@ -14,6 +14,7 @@ from hypothesis import settings
 # set here, before anything imports torch: most tests never do, so torch.set_num_threads(1) would cost them the import
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[variable] = "1"
+os.environ["KERAS_BACKEND"] = "torch"  # Keras reads it when it is imported first
 os.environ["OOMGUARD_CACHE"] = ""  # no test reads or writes the user's calibrations, nor does a process that it starts
 signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background of a shell it would be ignored
 
