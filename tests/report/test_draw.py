@@ -249,7 +249,7 @@ def test_no_label_hides_the_star_of_the_plan(name: str) -> None:
     panel, reach = figure.axes[star.panel], 4 * figure.dpi / POINTS  # a star has a radius of 7 points
     assert star.x is not None
     assert star.y is not None
-    x, y = panel.transData.transform((star.x, star.y))
+    x, y = panel.transData.transform((star.x or 0.0, star.y or 0.0))
     drawn = Bbox.from_extents(x - reach, y - reach, x + reach, y + reach)
     assert not [label.get_text() for label in panel.texts if label.get_window_extent().overlaps(drawn)]
 
