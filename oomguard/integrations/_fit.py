@@ -110,9 +110,17 @@ def _held_here(device: Device, plan: TaskPlan, module: nn.Module) -> int:
     """Bytes of this process that a child does not have. On a card, the plan has seen them as taken."""
     if device.name != "cpu":
         return 0
+    _load_kernels()
     weights_bytes = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
     runtime_bytes = plan.estimate.terms.get("runtime", 0)
     return max(0, device.reading().now_bytes - weights_bytes - runtime_bytes)
+
+
+def _load_kernels() -> None:
+    """Run a tiny step, which loads the libraries that the first step of any model loads: a child has them loaded."""
+    model = nn.LSTM(8, 8)
+    model(torch.zeros(2, 2, 8))[0].sum().backward()
+    torch.optim.Adam(model.parameters()).step()
 
 
 def in_pieces(
