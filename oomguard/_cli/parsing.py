@@ -30,7 +30,7 @@ from oomguard._data.options import DataOptions, PlanData
 from oomguard._keras.read import is_keras
 from oomguard._spec.candidate import Candidate, make_candidate
 from oomguard._spec.read import load_fields, make_spec, preset_fields, with_batch
-from oomguard._spec.spec import MAX_BATCH, Spec
+from oomguard._spec.spec import MAX_BATCH, MAX_SEQ, Spec
 from oomguard._task.estimate import COUNTED
 from oomguard._task.task import NAME, check_known
 
@@ -68,6 +68,7 @@ def read_keras(values: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     knobs, fields = read_options(values, CANDIDATE), read_options(values, [PRESET, *SPEC_FIELDS])
     steps = {"steps": fields.pop("seq")} if "seq" in fields else {}
     batch = fields.pop("batch", None)
+    check_whole("seq", steps.get("steps"), 1, MAX_SEQ)
     check_whole("batch", batch, 1, MAX_BATCH)
     for field in fields:
         got, advice = f"got {values['model']}, a model of Keras", "Leave it out; the file has the layers."

@@ -328,6 +328,7 @@ def test_weights_that_this_machine_cannot_hold_are_told(tmp_path: Path, capsys: 
     [
         ("estimate --model {path}", "Give --seq 1000"),
         ("estimate --model {path} --seq 9 --hidden 4", "--hidden describes a built-in model"),
+        ("estimate --model {path} --seq abc", "--seq must be a whole number"),
         ("estimate --model {path} --seq 9 --batch 0", "--batch must be a whole number"),
         ("estimate --model {path}x.keras --seq 9", "cannot be read"),
         ("plan --model {path} --seq 9", "a model of Keras"),
