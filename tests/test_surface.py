@@ -53,7 +53,8 @@ def lost(before: Any, now: Any, where: str = "") -> Iterator[str]:
             else:
                 yield from lost(value, now[key], place)
     elif isinstance(before, list) and isinstance(now, list):
-        yield from (f"{where} had {value!r}" for value in before if value not in now)
+        kept = [any(not [*lost(value, each)] for each in now) for value in before]
+        yield from (f"{where} had {value!r}" for value, is_kept in zip(before, kept, strict=True) if not is_kept)
     elif before != now:
         yield f"{where} was {before!r}, and is {now!r}"
 
