@@ -162,7 +162,8 @@ ARITHMETIC = {
     "tradeoffs": "tradeoffs --model gru --seq 100 --hidden 8 --device t4 --json",
     "tradeoffs of a plan": "tradeoffs --plan {plan} --json",
     "plan for a card": "plan --model lstm --lengths 200:90,900:40,9000:9 --hidden 64 --device t4"
-    " --budget 2GiB --batch 32 --maximize throughput,microbatch --allow precision,window --threads 1 --output {home}/card.json --json",
+    " --budget 2GiB --batch 32 --maximize throughput,microbatch --allow precision,window --threads 1"
+    " --output {home}/card.json --json",
     "plan, nothing fits": "plan --model lstm --seq 20000 --device t4 --budget 2GiB --segments 1 --microbatch 32 --json",
     "show": "show {plan} --json",
     "show with lengths": "show {lengths} --json",
