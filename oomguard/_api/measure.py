@@ -276,7 +276,7 @@ def curves(
         found = curves_of(find_subject(about, over=over, device=device, budget=budget, measured=measured, **given))
         if in_notebook():
             tell("Loading Matplotlib, which draws the charts")
-            import oomguard._report.draw  # noqa: F401
+            from oomguard._report import draw  # noqa: F401
         return found
 
 
@@ -298,7 +298,7 @@ def explore(
 
     >>> explorer = explore(cell="lstm", seq=10_000, device="rtx-4090")
     >>> explorer.answer["verdict"]
-    'Fits with 8.31 GiB to spare'
+    'Fits with 13.90 GiB to spare'
     """
     given: dict[str, Any] = {**fields}
     from oomguard._explore.answers import settings_of

@@ -32,6 +32,9 @@ COMMANDS = {
     "devices",
     "compare",
     "clean",
+    "check",
+    "explore",
+    "fleet",
 }
 
 

@@ -2,7 +2,6 @@
 
 import http.client
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Browser, Page
 
 import oomguard
 from oomguard._core.units import format_bytes
@@ -33,19 +32,14 @@ def address() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def page(address: str) -> Iterator[Page]:
-    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if path is None:
-        pytest.skip("there is no browser here")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1280, "height": 900})
-        errors, hosts = list[str](), set[str | None]()
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.on("request", lambda request: hosts.add(urlsplit(request.url).hostname))
-        page.goto(address)
-        yield page
-        browser.close()
+def page(address: str, browser: Browser) -> Iterator[Page]:
+    errors, hosts = list[str](), set[str | None]()
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("request", lambda request: hosts.add(urlsplit(request.url).hostname))
+    page.goto(address)
+    yield page
+    page.close()
     assert not errors
     assert hosts == {"127.0.0.1"}
 

@@ -16,7 +16,7 @@ from oomguard import MisuseError, NothingFitsError, Task, TaskPlan
 from oomguard._core.units import MIB, format_bytes
 from oomguard._report.plan import plan_json
 from oomguard._report.task import explain_task, summarize_task
-from oomguard._report.words import candidate_words, speed_words, time_words
+from oomguard._report.words import chosen_words, speed_words, time_words
 
 pytestmark = pytest.mark.timeout(600)
 FIXED: dict[str, Any] = {"threads": 1, "allocator": "tight", "allow": "none", "timeout": 300}
@@ -226,7 +226,7 @@ def test_every_figure_of_a_plan_is_the_same_in_its_words_and_its_file(kept: Task
         assert f"Peak {format_bytes(kept.peak_bytes)} of {format_bytes(kept.budget_bytes)} (measured," in text
         assert f"{time_words(seconds, kept.time_spread)} per step" in text
         assert speed_words(kept.batch / seconds, "rows") in text
-        assert f"M{candidate_words(kept.candidate)[1:]}." in text
+        assert chosen_words(kept.candidate) in text
         assert f"Estimate {format_bytes(kept.estimate.total_bytes)} by a trace" in text
         assert f"predicted {expected} (margin {margin})" in text
         assert f"would need {format_bytes(kept.plain_bytes)}: it does not fit." in text
