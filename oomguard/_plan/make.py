@@ -17,7 +17,7 @@ from oomguard._probe.record import Record
 from oomguard._search.largest import largest, longest_run, sizes_of, with_length
 from oomguard._search.propose import choose
 from oomguard._search.run import SearchResult, count_ooms
-from oomguard._search.screen import SETTING, CandidateTable, least, record_of, screen
+from oomguard._search.screen import SETTING, CandidateTable, least, record_of, screen, turns_of
 from oomguard._search.space import Problem
 from oomguard._spec.candidate import Candidate, make_candidate
 from oomguard._spec.spec import MAX_SEQ, Spec
@@ -49,7 +49,8 @@ def make_plan(
         return None
     spec, candidate, timed = table.spec, table.candidates[row], any(record.steps for record in records)
     record = record_of(records, table, row)
-    before = Calibration(spec, [other for other in records if other is not record], problem.target, problem.cached)
+    turns = [] if record is None else turns_of(record, records)
+    before = Calibration(spec, [other for other in records if other not in turns], problem.target, problem.cached)
     estimated = estimate_step(spec, candidate, problem.target)
     estimate, expected = figures(estimated), before.predict(estimated)[0]
     runtime_bytes = estimate.terms["runtime"]  # assumed: a tiny model on a smaller runtime peaks below it

@@ -149,6 +149,8 @@ def segments(subject: Subject) -> Curve:
         sweeps[2] = segments_sweep(subject, levels=2)
     unit_seconds = 1.0 if subject.calibrated else float(sweep.seconds_per_step[0])
     series = [line for levels in sweeps for line in _segment_lines(subject, levels, sweeps[levels], unit_seconds)]
+    if not subject.candidate.recompute and subject.candidate.segments > 1:
+        series += _segment_lines(subject, 1, segments_sweep(subject, recompute=False), unit_seconds)
     series += _measured_peaks(subject, "segments", fixed=("microbatch", "precision"))
     knee = knee_row(sweep)
     count = int(sweep.segments[knee])
@@ -187,10 +189,10 @@ def _plain_mark(subject: Subject, sweep: pd.DataFrame) -> list[Mark]:
     return [Mark(text=f"plain PyTorch {format_bytes(plain)}", y=plain / GIB)] if shown else []
 
 
-def segments_sweep(subject: Subject, levels: int = 1) -> pd.DataFrame:
+def segments_sweep(subject: Subject, levels: int = 1, *, recompute: bool = True) -> pd.DataFrame:
     """Predictions for numbers of segments from 1 on; with two levels, from where a second level can save memory."""
     counts = [count for count in subject.segments if count >= LEVELS_FROM[levels]]
-    return subject.chart(subject.vary(segments=counts, levels=levels, recompute=True, window=None))
+    return subject.chart(subject.vary(segments=counts, levels=levels, recompute=recompute, window=None))
 
 
 def knee_row(sweep: pd.DataFrame) -> int:
@@ -201,6 +203,8 @@ def knee_row(sweep: pd.DataFrame) -> int:
 
 def _segment_lines(subject: Subject, levels: int, sweep: pd.DataFrame, unit_seconds: float) -> list[Series]:
     slot, suffix = levels - 1, " in 2 levels" if levels == 2 else ""
+    if not sweep.recompute.all():
+        slot, suffix = 2, " without recomputation"
     counts, durations = sweep.segments, sweep.seconds_per_step / unit_seconds
     words = [
         format_seconds(time) if subject.calibrated else f"{time:.2f} times as long as in one piece"

@@ -1,5 +1,6 @@
 """Running a search: one worker per device, within limits. The result is kept, however the search ends."""
 
+import math
 import threading
 import time
 import warnings
@@ -7,6 +8,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 from oomguard._estimate.target import resident_within
@@ -36,7 +38,7 @@ class Limits:
 
     max_probes: int = MAX_PROBES
     """Probes in all, with those of the interrupted search that is continued, but not those of other searches."""
-    seconds: float = TIMEOUT_SECONDS  # seconds from now
+    seconds: float = TIMEOUT_SECONDS  # seconds from now, less those that such probes have taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +170,8 @@ class Search:
         self.trials.recover()
         stored, most = self.trials.records(), self.limits.max_probes
         self.records += measured_on(self.cache.title, stored, known=self.records)
-        if len(stored) >= most or self.left <= CHILD_SECONDS:
+        left = self._left_after(stored)
+        if len(stored) >= most or min(left, self.left) <= CHILD_SECONDS:
             self.ended = self.ended or ("max-probes" if len(stored) >= most else "timeout")
             return None
         free_bytes = usable_bytes(runner.free())
@@ -180,8 +183,15 @@ class Search:
             records=self.records,
             pending=[*self.running.values(), *self.trials.pending()],
             explore=self.trials.sampler.name == "auto" or len(stored) < most - 1,  # the last probe is to confirm
-            left=self.left,
+            left=left,
         )
+
+    def _left_after(self, stored: Iterable[Record]) -> float:
+        """The seconds left, by what probes took instead of by the clock, so that a search that was killed goes on as if
+        it had not been. The clock counts where it leaves not even the half that a confirming probe may take.
+        """
+        left = self.limits.seconds - probing_seconds(stored)
+        return left if left / 2 <= self.left else self.left
 
     def _measure(self, trial: "Trial", runner: Runner, probe: Probe) -> list[float]:
         """Run a probe, store its record, and return the values of its trial."""
@@ -245,6 +255,15 @@ def usable_bytes(free: Free) -> int:
     if free.committed_bytes is None:
         return free.device_bytes
     return min(free.device_bytes, resident_within(free.committed_bytes))
+
+
+def probing_seconds(records: Iterable[Record]) -> float:
+    """The seconds during which at least one probe ran: several workers may have run them at the same time."""
+    seconds, end = 0.0, -math.inf
+    for began, lasted in sorted((datetime.fromisoformat(one.started).timestamp(), one.seconds) for one in records):
+        seconds += max(0.0, began + lasted - max(began, end))
+        end = max(end, began + lasted)
+    return seconds
 
 
 def measured_on(title: str, records: Iterable[Record], known: Iterable[Record] = ()) -> list[Record]:

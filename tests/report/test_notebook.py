@@ -3,12 +3,11 @@
 from html import unescape
 from typing import Any
 
-import msgspec
 import pytest
 from report.pages import plan_called
 
 import oomguard
-from oomguard._probe.record import TERMS, Record, TaskRecord
+from oomguard._probe.record import TERMS, Probed, Record, TaskRecord
 from oomguard._probe.verdict import Verdict
 from oomguard._report.notebook import Bar, to_html
 from oomguard._report.tables import Section
@@ -32,10 +31,8 @@ def record(**changed: Any) -> Record:
 
 
 def values() -> dict[str, Any]:
-    fields = msgspec.structs.asdict(record())
-    task = TaskRecord(
-        **{key: value for key, value in fields.items() if key != "spec"}, task="own:task", batch=32, seq=None
-    )
+    fields = {name: getattr(record(), name) for name in Probed.__struct_fields__}
+    task = TaskRecord(**fields, task="own:task", batch=32, seq=None)
     return {
         "estimate": oomguard.estimate(**FIELDS),
         "plan": plan_called("a processor"),

@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from optuna.trial import TrialState
 from search.machine import TITLE, Machine, make_problem, without_time
@@ -24,9 +25,10 @@ from oomguard._probe.record import Ledger
 from oomguard._probe.runner import Runner
 from oomguard._probe.verdict import Verdict
 from oomguard._search.propose import CHILD_SECONDS, choose
-from oomguard._search.run import Progress, count_ooms
+from oomguard._search.run import Progress, count_ooms, probing_seconds
 from oomguard._search.screen import screen
 from oomguard._search.study import TrialStore, storage_in
+from oomguard._spec.candidate import Candidate
 from oomguard._spec.spec import Spec
 
 LSTM = Spec(cell="lstm", seq=10_000)
@@ -146,6 +148,31 @@ def test_a_search_that_was_cut_off_goes_on_as_if_it_had_not_been(
     whole = Rig(machine=SLOW).install(monkeypatch)
     oomguard.find_feasible_config(**ASKED)
     assert [without_time(one) for one in plan.records] == [without_time(one) for one in whole.records]
+
+
+def test_a_slower_clock_changes_no_probe(rig: Rig) -> None:
+    undisturbed = make_search(PROBLEM).run(["cpu"])
+    rig.before = lambda number: time.sleep(0.2)
+    found = make_search(PROBLEM).run(["cpu"])
+    assert [*map(without_time, found.records)] == [*map(without_time, undisturbed.records)]
+
+
+def test_probes_that_ran_at_the_same_time_count_once() -> None:
+    first = SLOW.run(LSTM, Candidate(microbatch=32), GIB)
+    starts = {0: 5.0, 3: 4.0, 4: 1.0, 20: 2.0}  # the second of the start, and how long it lasted
+    records = [
+        msgspec.structs.replace(first, started=f"2026-01-01T00:00:{start:02}.000+00:00", seconds=lasted)
+        for start, lasted in starts.items()
+    ]
+    assert probing_seconds(records[::-1]) == pytest.approx(7 + 2)
+    assert probing_seconds([]) == 0
+
+
+def test_the_seconds_of_the_probes_of_the_search_that_it_continues_count(rig: Rig) -> None:
+    trials = TrialStore("a", PROBLEM)
+    make_search(PROBLEM, trials=trials, max_probes=2).run(["cpu"])
+    found = make_search(PROBLEM, trials=trials, seconds=CHILD_SECONDS + 1).run(["cpu"])  # the probes took a second
+    assert (found.ended, len(rig.records)) == ("timeout", 2)
 
 
 def test_the_children_are_ended(rig: Rig) -> None:
