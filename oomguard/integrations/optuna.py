@@ -176,7 +176,7 @@ class FeasibleSampler(BaseSampler):
         if not search_space:
             return {}
         best, least = dict[str, Any](), math.inf
-        constraint = self._constraint(left_bytes(self._budget_bytes, self._device))  # once: each reading is slow
+        constraint = self._constraint(budget=left_bytes(self._budget_bytes, self._device))  # once: readings are slow
         for _ in range(self.draws):
             params = self._draw(study, trial, search_space)
             excess = self._excess(constraint, params, search_space)
