@@ -22,7 +22,7 @@ LARGER = {
     "forecast": "--hours 2000 --hidden 64 --updates 1 --segments 20",
     "lightning_callback": "--steps 1000 --rows 64 --hidden 48 --epochs 2 --budget {base}",
     "skorch_callback": "--steps 1000 --rows 64 --hidden 48 --epochs 2 --budget {base}",
-    "keras_fit": "--steps 2000 --hidden 64 --epochs 1 --segments 20",
+    "keras_fit": "--steps 50 --rows 320 --hidden 64 --epochs 1 --segments 5",
     "optuna_study": "--longest 12000 --trials 2 --budget 650MiB",
 }
 """The flags with which an example needs more memory than its default, and saves much of it."""

@@ -41,8 +41,10 @@ def fit(
     trained `here`.
     """
     target = find_target(device)
-    budget_bytes = find_budget(device).limit_bytes if budget_bytes is None else budget_bytes
-    left_bytes = _left_bytes(budget_bytes, device, target) if here else budget_bytes
+    if here:
+        budget_bytes = left_bytes(budget_bytes, device)
+    elif budget_bytes is None:
+        budget_bytes = find_budget(device).limit_bytes
     check_names("knob", knobs, KNOBS)
     checked: object = model
     if not isinstance(checked, Spec | Task | str):
@@ -51,23 +53,28 @@ def fit(
     if isinstance(model, Spec):
         if steps is not None:
             raise MisuseError(rule="A Spec has its own length", got=f"got steps {steps}", advice="Leave steps out.")
-        return _fit_spec(model, left_bytes, target, knobs)
+        return _fit_spec(model, budget_bytes, target, knobs)
     check_whole("steps", steps, 1, MAX_SEQ)
-    return _fit_task(model, left_bytes, target, steps, knobs)
+    return _fit_task(model, budget_bytes, target, steps, knobs)
 
 
-def _left_bytes(budget_bytes: int, device: str, target: Target) -> int:
-    """The bytes that a model trained in this process may use with the runtime, beside what the process holds."""
+def left_bytes(budget_bytes: int | None, device: str) -> int:
+    """The bytes that a model trained in this process may use with the runtime, beside what the process holds.
+
+    Garbage is collected first, which takes half a second in a process with many packages.
+    """
+    target = find_target(device)
+    budget_bytes = find_budget(device).limit_bytes if budget_bytes is None else budget_bytes
     if not is_here(device) or target.cuda:  # a context may not exist yet, and is not made here
         return budget_bytes
     here = open_device(device)
     here.release()  # what was freed is not held
     now, committed_bytes = here.reading(), find_budget(device).committed_bytes
-    left_bytes = budget_bytes - max(0, now.now_bytes - target.runtime_bytes)
+    left = budget_bytes - max(0, now.now_bytes - target.runtime_bytes)
     if committed_bytes is not None and now.committed_bytes is not None:  # more is committed than held: caches, stacks
         growth_bytes = max(0, committed_bytes - now.committed_bytes) * 10 // COMMITTED_TENTHS
-        left_bytes = min(left_bytes, target.runtime_bytes + growth_bytes)
-    return max(1, left_bytes)
+        left = min(left, target.runtime_bytes + growth_bytes)
+    return max(1, left)
 
 
 def _fit_spec(spec: Spec, budget_bytes: int, target: Target, knobs: dict[str, Any]) -> Estimate:
@@ -98,9 +105,12 @@ def _fit_task(
     base = Shape(precision=knobs.get("precision", "fp32"), allocator=knobs.get("allocator"))
     with Asker(task, target, steps=steps, allocator=base.allocator, seconds=SECONDS) as asker:
         curves = Curves(asker, target, base, budget_bytes, None)
-        tried = [_at(curves, shape, knobs) for shape in _shapes(base, curves, knobs)]
-    best = [one for one in tried if one.fits]
-    return best[0] if best else min(tried, key=lambda one: int(one.total_bytes))
+        tried: list[Estimate] = []
+        for shape in _shapes(base, curves, knobs):  # each is traced when it is asked for
+            tried.append(_at(curves, shape, knobs))
+            if tried[-1].fits:
+                return tried[-1]
+    return min(tried, key=lambda one: int(one.total_bytes))
 
 
 def _shapes(base: Shape, curves: Curves, knobs: dict[str, Any]) -> list[Shape]:

@@ -29,7 +29,7 @@ from oomguard._core.units import format_bytes, parse_seconds, read_budget
 from oomguard._device.find import find_budget, open_device
 from oomguard._device.proc import read_status
 from oomguard._estimate.breakdown import Estimate
-from oomguard._plan.fit import fit, needed_bytes, shortage
+from oomguard._plan.fit import fit, left_bytes, needed_bytes, shortage
 from oomguard._probe.verdict import Verdict, judge
 from oomguard._spec.spec import Spec
 from oomguard._task.task import Task
@@ -40,6 +40,8 @@ Model = Spec | Task | str
 """What is trained: a spec, a task, or the name of a task."""
 ModelOf = Callable[[dict[str, Any]], Model]
 """A function of the parameters of a trial."""
+Constraint = Callable[[FrozenTrial], tuple[float]]
+"""Tells the bytes beyond the budget; at most 0 if the trial fits."""
 EXCESS = "oomguard_excess_bytes"
 """The user attribute and the constraint of a trial: the bytes that it needs beyond the budget; at most 0 if it fits."""
 KERNELS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "24")
@@ -99,7 +101,7 @@ def _note(trial: BaseTrial, excess: int) -> None:
 
 def constraints_func(
     model_of: ModelOf, budget: int | str | None = None, *, device: str = "cpu", **knobs: Any
-) -> Callable[[FrozenTrial], tuple[float]]:
+) -> Constraint:
     """A constraint for samplers such as `NSGAIISampler(constraints_func=...)`: bytes beyond the budget.
 
     `model_of` makes a spec or a task of the parameters of a trial. A trial that `feasible` has judged is not estimated
@@ -159,7 +161,8 @@ class FeasibleSampler(BaseSampler):
         self.sampler = TPESampler() if sampler is None else sampler
         self.space = None if space is None else dict(space)
         self.draws, self.redrawn = draws, 0  # `redrawn`: draws that did not fit, so far
-        self._constraint = constraints_func(model_of, budget, device=device, **knobs)
+        self._budget_bytes, self._device = read_budget(budget), device
+        self._constraint = partial(constraints_func, model_of, device=device, here=False, **knobs)
         self._known = IntersectionSearchSpace(include_pruned=True)
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
@@ -173,9 +176,10 @@ class FeasibleSampler(BaseSampler):
         if not search_space:
             return {}
         best, least = dict[str, Any](), math.inf
+        constraint = self._constraint(budget=left_bytes(self._budget_bytes, self._device))  # once: readings are slow
         for _ in range(self.draws):
             params = self._draw(study, trial, search_space)
-            excess = self._excess(params, search_space)
+            excess = self._excess(constraint, params, search_space)
             if excess <= 0:
                 return params
             self.redrawn += 1
@@ -183,11 +187,11 @@ class FeasibleSampler(BaseSampler):
                 best, least = params, excess
         return best
 
-    def _excess(self, params: dict[str, Any], space: dict[str, BaseDistribution]) -> float:
+    def _excess(self, constraint: Constraint, params: dict[str, Any], space: dict[str, BaseDistribution]) -> float:
         """The bytes beyond the budget; 0 if parameters that were learned so far do not suffice to tell."""
         try:
             trial = optuna.trial.create_trial(state=TrialState.RUNNING, params=params, distributions=space)
-            return self._constraint(trial)[0]
+            return constraint(trial)[0]
         except KeyError:
             if self.space is not None:
                 raise
