@@ -20,8 +20,8 @@ LARGER = {
     "translation": "--steps 200 --updates 1 --segments 14",
     "hand_loop": "--steps 1500 --sensors 48 --rows 48 --epochs 2 --budget {base}",
     "forecast": "--hours 2000 --hidden 64 --updates 1 --segments 20",
-    "lightning_callback": "--steps 1000 --rows 64 --hidden 48 --epochs 2 --budget {base}",
-    "skorch_callback": "--steps 1000 --rows 64 --hidden 48 --epochs 2 --budget {base}",
+    "lightning_callback": "--steps 250 --rows 256 --hidden 48 --epochs 2 --guard-only --budget {base}",
+    "skorch_callback": "--steps 250 --rows 256 --hidden 48 --epochs 2 --guard-only --budget {base}",
     "keras_fit": "--steps 2000 --hidden 64 --epochs 1 --segments 20",
     "optuna_study": "--longest 12000 --trials 2 --budget 650MiB",
 }
