@@ -56,7 +56,9 @@ def run(name: str, folder: Path, words: str = "", *, plainly: bool = False) -> t
     script.write_text(plain(source) if plainly else source)
     command = [sys.executable, "-c", CHILD, str(script), str(GROWTH_BYTES), *shlex.split(words)]
     environment = os.environ | ENVIRONMENT["tight"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=250)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=250
+    )
     assert done.returncode == 0, done.stderr
     losses, growth_bytes = json.loads(done.stdout.splitlines()[-1])
     return losses, growth_bytes
