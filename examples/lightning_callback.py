@@ -4,8 +4,7 @@
     python lightning_callback.py --steps 2000 --hidden 64 --budget 700MiB
 
 Lines that end with "oomguard" are those that differ from plain Lightning. Before the training, the callback plans in
-child processes. If the batch does not fit at once, it runs in microbatches, and the losses stay the same. With
---guard-only there is no plan: a batch that runs out of memory runs again in halves.
+child processes. If the batch does not fit at once, it runs in microbatches, and the losses stay the same.
 """
 
 import argparse
@@ -61,7 +60,7 @@ def train(args: argparse.Namespace) -> list[float]:
         max_epochs=args.epochs,
         callbacks=[
             losses,
-            OomGuard(args.budget, plan=not args.guard_only),  # oomguard
+            OomGuard(args.budget),  # oomguard
         ],
         logger=False,
         enable_checkpointing=False,
@@ -79,7 +78,6 @@ def main(words: list[str]) -> list[float]:
     parser.add_argument("--hidden", type=int, default=32)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--budget", default="4GiB")
-    parser.add_argument("--guard-only", action="store_true")
     return train(parser.parse_args(words))
 
 
