@@ -99,6 +99,7 @@ def test_a_wrong_budget_is_refused() -> None:
         resources(spec_of, "6 bananas")
 
 
+@pytest.mark.skipif(" " in sys.executable, reason="Ray cannot start workers with a Python whose path has a space")
 @pytest.mark.timeout(400)
 def test_a_study_with_real_processes_ends_with_a_result_of_every_trial(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="ray") as short:  # a path of a socket has at most 107 characters
