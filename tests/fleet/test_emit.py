@@ -102,8 +102,9 @@ def run_script(script: str, folder: Path) -> list[list[str]]:
     """Run lines for bash with a program in the place of oomguard, which notes its words and makes its plan."""
     (folder / "bin").mkdir()
     program = folder / "bin" / "oomguard"
-    program.write_text(
-        f"#!{sys.executable}\nimport json, pathlib, sys\n"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$0.py" "$@"\n')  # the path of Python may have a space
+    program.with_name("oomguard.py").write_text(
+        "import json, pathlib, sys\n"
         "with open('words.jsonl', 'a') as file:\n    print(json.dumps(sys.argv[1:]), file=file)\n"
         "if sys.argv[1] == 'plan':\n    pathlib.Path(sys.argv[sys.argv.index('--output') + 1]).write_text('')\n"
     )
