@@ -106,8 +106,11 @@ def test_measuring_shows_a_verdict_beside_the_estimate(page: Page) -> None:
     page.fill('input[name="seq"]', "20")
     answered(page, "seq", 20)
     page.click('button:has-text("Measure this")')
-    page.locator('[role="status"]:has-text("FITS")').wait_for(timeout=60_000)
+    verdict = page.locator('[role="status"]:has-text("FITS")')
+    verdict.wait_for(timeout=60_000)
+    assert "measured peak" in verdict.inner_text()
     page.locator('h3:has-text("Measured")').wait_for()
+    assert "× 20" in page.inner_text(".answers")
 
 
 def request(address: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
