@@ -106,9 +106,9 @@ def test_measuring_shows_a_verdict_beside_the_estimate(page: Page) -> None:
     page.fill('input[name="seq"]', "20")
     answered(page, "seq", 20)
     page.click('button:has-text("Measure this")')
-    verdict = page.locator('[role="status"]:has-text("FITS")')
+    verdict = page.locator('[role="status"]:has-text("measured peak")')
     verdict.wait_for(timeout=60_000)
-    assert "measured peak" in verdict.inner_text()
+    assert verdict.inner_text().startswith("FITS, measured peak ")
     page.locator('h3:has-text("Measured")').wait_for()
     assert "× 20" in page.inner_text(".answers")
 
