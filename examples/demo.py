@@ -18,8 +18,9 @@ import numpy as np
 
 import oomguard
 
-BUDGET = "700MiB"
-MODEL = f"--model lstm --seq 10000 --budget {BUDGET}"
+BUDGET_MIB = 382 + (int(oomguard.estimate(cell="lstm", seq=1).terms["runtime"]) >> 20)
+"""700 with PyTorch's CPU build. Its build for CUDA needs 364 MiB more for itself, also without a card."""
+MODEL = f"--model lstm --seq 10000 --budget {BUDGET_MIB}MiB"
 BATCH, STEPS, FEATURES = 32, 10_000, 64
 """Rows, length and width of the data: one batch of the default spec."""
 TRAIN_SECONDS = 60
@@ -31,7 +32,7 @@ def main() -> int:
     home.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
 
-    title("1. Plain PyTorch, held to the budget", "One training step in a child process that may use 700 MiB.")
+    title("1. Plain PyTorch, held to the budget", f"One step in a child process that may use {BUDGET_MIB} MiB.")
     code, _ = oomguard_command(f"probe {MODEL}", home)
     require(code == 1, "The plain step was expected not to fit.")
 
@@ -55,11 +56,11 @@ def main() -> int:
 
     plain = oomguard.estimate(cell="lstm", seq=STEPS)
     title("Result", f"Total time: {time.monotonic() - began:.0f} s.")
-    print(f"  budget          {mib(700 << 20):>9}")
+    print(f"  budget          {mib(BUDGET_MIB << 20):>9}")
     print(f"  plain PyTorch   {mib(plain.total_bytes):>9}  needed, by the estimate; part 1 ran out of memory")
     print(f"  this training   {mib(peak_bytes):>9}  at its peak, as the kernel counts it for the whole process")
     print(f"\n  Report: {home / 'report.html'}")
-    require(peak_bytes < 700 << 20, "The training went over the budget.")
+    require(peak_bytes < BUDGET_MIB << 20, "The training went over the budget.")
     return 0
 
 

@@ -11,7 +11,7 @@ from oomguard._device.budget import Budget, Limit
 from oomguard._device.cpu import Cpu
 from oomguard._device.cuda import Cuda, built_for_cards, count_cards
 from oomguard._estimate import cards
-from oomguard._estimate.target import CPU, Target, on_card, resident_within
+from oomguard._estimate.target import CPU, CPU_OF_CUDA_BUILD, Target, on_card, resident_within
 
 NO_CUDA = "The torch installed here is built without CUDA: cards can be planned for, not used."
 
@@ -77,7 +77,9 @@ def find_target(device: str) -> Target:
     index = card_index(device)
     if index is not None:
         return on_card(Cuda(index).status().known, device)
-    return CPU if device == "cpu" else on_card(cards.card(device))
+    if device == "cpu":
+        return CPU_OF_CUDA_BUILD if built_for_cards() else CPU
+    return on_card(cards.card(device))
 
 
 def find_budget(device: str) -> Budget:
@@ -96,5 +98,5 @@ def find_budget(device: str) -> Budget:
     # estimates count resident bytes: a limit of committed ones (an rlimit) limits those too
     reach_bytes = committed.reach_bytes
     source = f"{committed.source}: {format_bytes(reach_bytes)} committed, up to 2.8 for each resident byte"
-    same = Limit.read(f"{committed.name}, resident", source, resident_within(reach_bytes))
+    same = Limit.read(f"{committed.name}, resident", source, resident_within(reach_bytes, find_target("cpu")))
     return msgspec.structs.replace(budget, limits=(*budget.limits, same))

@@ -13,6 +13,9 @@ from oomguard._spec.spec import Spec
 CPU_RUNTIME_BYTES = 318 * MIB
 """Resident bytes of a process that has imported torch and run a tiny step: interpreter, libraries, oneDNN's kernels.
 Just above all rows of benchmarks/results/cpu_peaks.csv, which start from 305 to 317 MiB (torch 2.13.0, CPU build)."""
+CUDA_BUILD_RUNTIME_BYTES = 682 * MIB
+"""The same with a build for CUDA, whose libraries are loaded on a machine without a card too. Just above 8 probes of
+all three cells, which started from 667 to 681 MiB (torch 2.13.0+cu130)."""
 COMMITTED_TENTHS = 28
 """Tenths of a committed byte for each resident one of growth, at most: oneDNN asks for 17.2 outputs a layer and touches
 6.1 of them until that layer's backward (measured: 1.36 for one LSTM layer, 1.85 for three, 2.10 for six)."""
@@ -42,16 +45,17 @@ class Target(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return card_precisions(self.capability or (0, 0))
 
 
-def resident_within(committed_bytes: int) -> int:
+def resident_within(committed_bytes: int, target: Target) -> int:
     """Resident bytes that a training process on the CPU can reach under a limit of committed bytes (an rlimit).
 
     The runtime commits about what it has resident (295 of 315 MiB, one thread); growth commits up to 2.8 times.
     """
-    growth_bytes = max(0, committed_bytes - CPU_RUNTIME_BYTES) * 10 // COMMITTED_TENTHS
-    return min(committed_bytes, CPU_RUNTIME_BYTES) + growth_bytes
+    growth_bytes = max(0, committed_bytes - target.runtime_bytes) * 10 // COMMITTED_TENTHS
+    return min(committed_bytes, target.runtime_bytes) + growth_bytes
 
 
 CPU = Target(device="cpu", cuda=False, runtime_bytes=CPU_RUNTIME_BYTES)
+CPU_OF_CUDA_BUILD = msgspec.structs.replace(CPU, runtime_bytes=CUDA_BUILD_RUNTIME_BYTES)
 
 
 def on_card(card: Card, device: str | None = None) -> Target:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from oomguard._core.errors import MisuseError, flag, shown
 from oomguard._core.units import MIB
 from oomguard._estimate import terms
-from oomguard._estimate.target import CPU_RUNTIME_BYTES
+from oomguard._estimate.target import CUDA_BUILD_RUNTIME_BYTES
 from oomguard._fleet.read import Job
 from oomguard._fleet.value import Option
 from oomguard._spec.spec import Spec
@@ -69,7 +69,7 @@ def _host_bytes(job: Job, option: Option) -> int:
     pinned = 0
     if job.request is not None:
         pinned = int(terms.power_of_two(int(terms.input_bytes(job.request.spec, option.candidate))))
-    used = CUDA_HOST_BYTES + CPU_RUNTIME_BYTES + DATA_BYTES + option.host_bytes + pinned
+    used = CUDA_HOST_BYTES + CUDA_BUILD_RUNTIME_BYTES + DATA_BYTES + option.host_bytes + pinned
     return -(-used // UNIT_BYTES) * UNIT_BYTES
 
 

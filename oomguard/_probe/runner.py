@@ -25,7 +25,6 @@ from oomguard._core.units import MIB, format_bytes, format_seconds, read_budget
 from oomguard._device.find import find_target, open_device
 from oomguard._device.proc import read_status
 from oomguard._estimate.breakdown import estimate_step
-from oomguard._estimate.target import CPU_RUNTIME_BYTES
 from oomguard._probe.record import (
     Answer,
     Measured,
@@ -240,9 +239,8 @@ def _largest_bytes(request: Request | TaskRequest) -> int:
 
 def _too_little(limit_bytes: int) -> str:
     """Explain limits in which not even an empty process fits."""
-    if limit_bytes >= CPU_RUNTIME_BYTES:
-        return ""
-    return f" Python and torch alone need about {format_bytes(CPU_RUNTIME_BYTES)}."
+    least_bytes = find_target("cpu").runtime_bytes
+    return f" Python and torch alone need about {format_bytes(least_bytes)}." if limit_bytes < least_bytes else ""
 
 
 class _Child:

@@ -8,6 +8,7 @@ import msgspec
 from oomguard._core.units import format_bytes, format_seconds
 from oomguard._device.cuda import Cuda
 from oomguard._estimate.breakdown import KNOWN, Estimate
+from oomguard._estimate.target import CUDA_BUILD_RUNTIME_BYTES
 from oomguard._probe.record import Probed, Record, TaskRecord
 from oomguard._report.tables import Table, printer, show_table
 from oomguard._report.words import candidate_words, peak_words, sentence, spec_words, times
@@ -111,7 +112,8 @@ def _show_fit(estimate: Estimate, console: "Console") -> None:
             say(f"FITS with {format_bytes(spare_bytes)} to spare.", "bold green")
         else:
             say(f"DOES NOT FIT by {format_bytes(-spare_bytes)}.", "bold red")
-    runtime = "PyTorch itself" if estimate.device == "cpu" else "the CUDA context"
+    build = ", in a build for CUDA" * (int(estimate.terms["runtime"]) >= CUDA_BUILD_RUNTIME_BYTES)
+    runtime = f"PyTorch itself{build}" if estimate.device == "cpu" else "the CUDA context"
     explained = f" The runtime is {runtime}." if console.width < WIDE else ""  # a wide terminal has a column for it
     say(peak_words(str(estimate.moment)) + explained)
     if estimate.host_bytes:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from oomguard._device.find import find_target
 from oomguard._estimate.target import resident_within
 from oomguard._predict.belief import believed, doubted
 from oomguard._predict.calibration import is_stale
@@ -254,7 +255,7 @@ def usable_bytes(free: Free) -> int:
     """The free bytes that a training process may use, in the unit of estimates."""
     if free.committed_bytes is None:
         return free.device_bytes
-    return min(free.device_bytes, resident_within(free.committed_bytes))
+    return min(free.device_bytes, resident_within(free.committed_bytes, find_target("cpu")))
 
 
 def probing_seconds(records: Iterable[Record]) -> float:

@@ -12,8 +12,8 @@ from device.child import child
 from device.fake_nvml import answer, card, fail, process
 
 from oomguard._core.errors import MisuseError
-from oomguard._core.units import GIB
-from oomguard._device import cuda
+from oomguard._core.units import GIB, MIB
+from oomguard._device import cuda, find
 from oomguard._device.cpu import Cpu
 from oomguard._device.cuda import EXPANDABLE, SETTINGS, Cuda
 from oomguard._device.find import NO_CUDA, card_index, find_target, open_device, present_devices
@@ -202,3 +202,11 @@ def test_finding_the_devices_imports_no_torch() -> None:
 @pytest.mark.parametrize(("name", "device"), [("cpu", "cpu"), ("A100 80GB", "a100-80gb")])
 def test_a_target_is_found_by_any_spelling_of_its_name(name: str, device: str) -> None:
     assert find_target(name).device == device
+
+
+@pytest.mark.parametrize(("built", "runtime_bytes"), [(False, 318 * MIB), (True, 682 * MIB)])
+def test_a_build_for_cuda_needs_more_memory_on_the_cpu_too(
+    monkeypatch: pytest.MonkeyPatch, built: bool, runtime_bytes: int
+) -> None:
+    monkeypatch.setattr(find, "built_for_cards", lambda: built)
+    assert find_target("cpu").runtime_bytes == runtime_bytes

@@ -243,4 +243,4 @@ def test_more_levels_keep_fewer_border_states_of_100_segments(levels: int, borde
 
 
 def test_each_resident_byte_of_growth_needs_up_to_2_8_committed_ones() -> None:
-    assert resident_within(CPU.runtime_bytes + 280) == CPU.runtime_bytes + 100
+    assert resident_within(CPU.runtime_bytes + 280, CPU) == CPU.runtime_bytes + 100

@@ -13,7 +13,7 @@ from strategies import attempt, has_three_beats
 import oomguard
 from oomguard._core.errors import MisuseError
 from oomguard._core.units import GIB, MIB
-from oomguard._device.find import find_budget
+from oomguard._device.find import find_budget, find_target
 from oomguard._estimate.target import resident_within
 from oomguard._plan import find
 from oomguard._plan.find import Question
@@ -198,7 +198,7 @@ def test_of_a_larger_budget_than_a_card_has_only_that_is_taken() -> None:
 def test_committed_bytes_that_are_limited_lower_the_budget(rig: Rig) -> None:
     rig.committed_bytes = 700 * MIB
     plan = oomguard.find_feasible_config(GRU, **FIXED)
-    assert plan.budget_bytes == resident_within(700 * MIB) < 700 * MIB
+    assert plan.budget_bytes == resident_within(700 * MIB, find_target("cpu")) < 700 * MIB
     assert plan.ooms == 0
 
 
@@ -212,7 +212,7 @@ resource.setrlimit(resource.RLIMIT_DATA, ({GIB}, {GIB}))
 print(before, usable_bytes(Runner("cpu").free()))
 """
     before, after = map(int, child(code).split())
-    assert after <= resident_within(GIB)
+    assert after <= resident_within(GIB, find_target("cpu"))
     assert after <= before
 
 

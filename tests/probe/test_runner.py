@@ -19,6 +19,7 @@ from oomguard._core.errors import MisuseError
 from oomguard._core.units import GIB, MIB
 from oomguard._device.budget import Budget, Limit
 from oomguard._device.cpu import cpu_precisions
+from oomguard._device.find import find_target
 from oomguard._estimate.breakdown import estimate_step
 from oomguard._estimate.terms import elements, parameters
 from oomguard._probe.record import Record, Request
@@ -36,7 +37,8 @@ def test_a_record_has_everything_that_was_measured(shared: Runner) -> None:
     assert (record.engine, record.device, record.error, record.steps, record.passes) == ("native", "cpu", None, 3, 6)
     assert record.peak_bytes is not None
     assert record.runtime_bytes is not None
-    assert 100 * MIB < record.runtime_bytes < record.peak_bytes < record.budget_bytes
+    assert record.runtime_bytes == pytest.approx(find_target("cpu").runtime_bytes, rel=0.05)
+    assert record.runtime_bytes < record.peak_bytes < record.budget_bytes
     assert record.committed_bytes is not None
     assert record.terms is not None
     assert sum(record.terms.values()) == record.peak_bytes
