@@ -127,7 +127,9 @@ def _with_targets(
     described = [_described(known[name], "embedded" if tokens else "one-hot") for name in inputs]
     ahead = " one step ahead" if {*inputs} & {*targets} else ""
     aims = [_described(known[name], "classes") for name in targets]
-    return found, (f"Inputs: {listed(described)}.", f"Targets: {listed(aims)}{ahead}.")
+    other = " (--loss cross-entropy: as classes)" if len(targets) == 1 else ""
+    numbers = "" if text or loss or tokens else f", as numbers{other}"
+    return found, (f"Inputs: {listed(described)}.", f"Targets: {listed(aims)}{ahead}{numbers}.")
 
 
 def _described(column: Column, what: str) -> str:

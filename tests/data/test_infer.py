@@ -47,7 +47,7 @@ def test_a_table_says_features_outputs_loss_and_length(tmp_path: Path) -> None:
     assert data.notes[:3] == (
         "2 series by shop of 2 to 3 steps.",
         "Inputs: price, weather (text, 3 values, one-hot).",
-        "Targets: sales.",
+        "Targets: sales, as numbers (--loss cross-entropy: as classes).",
     )
 
 
@@ -81,7 +81,7 @@ def test_without_a_target_all_numbers_are_predicted_one_step_ahead(tmp_path: Pat
     path = written(tmp_path / "t.csv", "id,a,b\n" + "".join(f"1,{n},{n * n}\n" for n in range(5)))
     spec, data = read(path, id="id")
     assert facts(spec) == (2, None, 2, "mse", "per-step", 4)
-    assert data.notes[2] == "Targets: a, b one step ahead."
+    assert data.notes[2] == "Targets: a, b one step ahead, as numbers."
 
 
 def test_what_is_given_is_kept_and_checked(tmp_path: Path) -> None:
@@ -183,7 +183,8 @@ def test_frames_tensors_and_dicts_are_read_like_their_file(tmp_path: Path) -> No
 def test_a_dict_of_series_has_a_column_for_each_number_of_a_step() -> None:
     arrays = {"x": np.arange(24.0).reshape(2, 4, 3), "load": np.arange(8.0).reshape(2, 4), "kind": np.array([1, 0])}
     spec, data = read(arrays, target="load")
-    assert data.notes[:3] == ("2 series of 4 steps.", "Inputs: x.0, x.1, x.2, kind.", "Targets: load.")
+    assert data.notes[:2] == ("2 series of 4 steps.", "Inputs: x.0, x.1, x.2, kind.")
+    assert data.notes[2] == "Targets: load, as numbers (--loss cross-entropy: as classes)."
     source = open_source(arrays, spec, data.options)
     np.testing.assert_array_equal(source[1][0][:, :3], arrays["x"][1])
     np.testing.assert_array_equal(source[1][0][:, 3], 0)
