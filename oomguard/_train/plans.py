@@ -41,7 +41,7 @@ def own_plan(given: PlanOrPath | Sequence[PlanOrPath]) -> Plan | TaskPlan:
     rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     if world == 1:
         rule, got = "Several plans are for several processes", f"got {len(loaded)} plans and one process"
-        advice = "Give one plan, or start them with torchrun --nproc-per-node 2 -m -- oomguard train."
+        advice = "Start as many with torchrun, or give oomguard train one plan (and --resume, to go on with a run)."
         raise MisuseError(rule=rule, got=got, advice=advice)
     kinds = {plan.where.cuda for plan in loaded}
     if len(kinds) > 1:

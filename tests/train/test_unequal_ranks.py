@@ -11,7 +11,7 @@ import pytest
 import torch
 from plans import plan_of
 from task import trained
-from train.test_distributed import fails_once, no_failure, run, run_two, tears_update
+from train.test_distributed import fails_once, no_failure, peaks, run, run_two, tears_update
 from train.test_task_distributed import run_two as run_two_tasks
 from train.test_train import weights
 from train.test_train_task import plan, with_rows  # noqa: F401 (fixtures)
@@ -21,7 +21,7 @@ from train.test_train_task import weights as task_weights
 import oomguard
 from oomguard import MisuseError, TaskPlan
 from oomguard import _step as step_file
-from oomguard._core.units import GIB
+from oomguard._core.units import GIB, MIB
 from oomguard._estimate.terms import divide, optimizer_bytes
 from oomguard._guard.events import Events
 from oomguard._rnn import backward
@@ -258,3 +258,16 @@ def test_the_state_is_divided_evenly_and_the_first_process_has_most() -> None:
         loads = np.bincount(divide(sizes, shards), sizes, shards).tolist()
         assert loads == sorted(loads, reverse=True)
         assert loads[0] - loads[-1] <= max(sizes)
+
+
+def test_sharing_the_optimizer_state_lowers_the_peak_of_every_process_as_far_as_the_estimate_says(
+    tmp_path: Path,
+) -> None:
+    common: dict[str, Any] = {"optimizer": "adam", "layers": 2, "hidden": 2048}  # three weights of 16 MiB
+    whole = peaks(tmp_path / "whole", 2, {"shards": 1}, **common)
+    shared = peaks(tmp_path / "shared", 2, {"shards": 2}, **common)
+    assert all(peak_bytes <= estimated_bytes for peak_bytes, estimated_bytes in whole + shared)
+    saved_bytes = [before - after for (_, before), (_, after) in zip(whole, shared, strict=True)]
+    for (before_bytes, _), (after_bytes, _), less_bytes in zip(whole, shared, saved_bytes, strict=True):
+        assert less_bytes > 3 * 16 * MIB  # of the state, and of the copies and gradients in the update
+        assert before_bytes - after_bytes > less_bytes - 8 * MIB
