@@ -41,7 +41,7 @@ EXIT_CODES = {
 PLAN = Flag("plan", "PLAN", "Plan file, written by oomguard plan, or the directory of a run.")
 RUN = Flag("run", "RUN", "Directory of a training run, written by oomguard train.")
 FOLDER = Flag("folder", "DIR", "Folder of data and runs (default: the current one).", optional=True)
-PLANS = Flag("plan", "PLAN...", "Plan file, or one for each kind of card or each process.", many=True, optional=True)
+PLANS = Flag("plan", "PLAN", "Plan file, or one for each kind of card or each process.", many=True, optional=True)
 WORDS = Flag("command", "COMMAND...", "The command of a script, with its arguments.", many=True, optional=True)
 RUNS = Flag("runs", "RUN", "Directories of training runs.", many=True)
 JOBS = Flag("jobs", "JOBS", "TOML file of jobs.")
@@ -276,7 +276,7 @@ def _train(*, plan: list[str] | None = None, json: bool = False, **values: Any) 
     - oomguard train plan.json --data book.txt --steps 9000 --run book
     - oomguard train plan.json --data book.txt --steps 9000 --run book --resume
     - torchrun --nproc-per-node 2 -m -- oomguard train plan.json --data waves.npy
-    - torchrun --nproc-per-node 2 -m -- oomguard train a100.json t4.json --data waves.npy
+    - torchrun --nproc-per-node 2 -m -- oomguard train a100.json t4.json
     - oomguard train --model package.module:task --budget 6GiB --epochs 20
 
     Exit codes: 0 done, 1 out of memory on the last fallback (with a checkpoint), 2 wrong usage.

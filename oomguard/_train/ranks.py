@@ -52,7 +52,7 @@ class Ranks:
     def share(self, sequences: Ints) -> Ints:
         return sequences[self.rows(len(sequences))]
 
-    def run(self, count: int) -> tuple[int, int]:
+    def span(self, count: int) -> tuple[int, int]:
         """As many rows as `rows` has, as the start and the end of a run of neighbouring rows."""
         taken = np.bincount(deal(self.speeds or (1.0,) * self.world, count), minlength=self.world)
         end = int(taken[: self.rank + 1].sum())

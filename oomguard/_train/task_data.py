@@ -245,7 +245,7 @@ class MadeBatches:
             if isinstance(content, MisuseError | GuardError):
                 raise content
             position, after = (Position(epoch=start.epoch, done=n) for n in (number, number + 1))
-            start_row, end_row = self.ranks.run(self.rows)
+            start_row, end_row = self.ranks.span(self.rows)
             if self.ranks.world > 1:
                 content = take(content, self.layout, start_row, end_row) if end_row > start_row else None
             yield TaskBatch(position=position, after=after, rows=end_row - start_row, content=content)

@@ -1,5 +1,7 @@
 """Processes with unequal plans, or with a share of the optimizer's state each, train the weights of one process."""
 
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 import torch
 from plans import plan_of
 from task import trained
-from train.test_distributed import fails_once, no_failure, peaks, run, run_two, tears_update
+from train.test_distributed import fails_once, no_failure, peaks, run, run_two, sends_itself, tears_update
 from train.test_task_distributed import run_two as run_two_tasks
 from train.test_train import weights
 from train.test_train_task import plan, with_rows  # noqa: F401 (fixtures)
@@ -28,6 +30,7 @@ from oomguard._rnn import backward
 from oomguard._train.loop import Trainer
 from oomguard._train.plans import own_plan, plans_of
 from oomguard._train.ranks import Ranks, deal
+from oomguard._train.shards import SharedState
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore:The plan's peak was measured with")]
 SHORT_LADDER = ((2, 1), (1, 2))
@@ -51,7 +54,7 @@ def counts_rows(folder: Path, prepare: Callable[[int], None]) -> Callable[[int],
 
     def start(rank: int) -> None:
         prepare(rank)
-        run_pass = backward
+        run_pass = getattr(step_file, "backward")  # noqa: B009 (mypy)
 
         def counting(model: Any, batch: Any, *given: Any) -> Any:
             with (folder / f"rows-{rank}").open("a") as file:
@@ -133,7 +136,7 @@ def test_rows_are_dealt_in_proportion_to_the_speed_of_each_process() -> None:
     assert deal((1.0, 1.0), 0).tolist() == []
     ranks = [Ranks(rank=rank, world=3, speeds=(5.0, 2.0, 1.0)) for rank in range(3)]
     assert sorted(row for each in ranks for row in each.rows(11)) == [*range(11)]
-    assert [each.run(11) for each in ranks] == [(0, 7), (7, 10), (10, 11)]
+    assert [each.span(11) for each in ranks] == [(0, 7), (7, 10), (10, 11)]
 
 
 def test_a_process_takes_the_plan_for_its_processor_or_the_one_with_its_number(
@@ -187,15 +190,19 @@ def notes_state(folder: Path, prepare: Callable[[int], None] = no_failure) -> Ca
     return start
 
 
-def sharded(**fields: Any) -> Any:
-    return plan_of(knobs={"shards": 2}, **fields)
+def sharded(knobs: dict[str, Any] | None = None, **fields: Any) -> Any:
+    return plan_of(knobs={"shards": 2} | (knobs or {}), **fields)
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "sgd-momentum", "adagrad", "adafactor"])
+@pytest.mark.parametrize(
+    ("optimizer", "precision"),
+    [("adam", "fp32"), ("sgd-momentum", "fp32"), ("adagrad", "fp32"), ("adafactor", "fp32"), ("adam", "fp16")],
+)
 def test_processes_that_share_the_optimizer_state_train_the_same_weights_with_less_of_it(
-    tmp_path: Path, optimizer: Any
+    tmp_path: Path, optimizer: Any, precision: str
 ) -> None:
     fields: dict[str, Any] = {"optimizer": optimizer, "layers": 2}
+    fields["knobs"] = {"precision": precision}
     assert run_two(tmp_path, plan=plan_of(**fields), name="whole") == [0, 0]
     whole = loaded(tmp_path)
     assert run_two(tmp_path, notes_state(tmp_path), plan=sharded(**fields)) == [0, 0]
@@ -226,6 +233,29 @@ def test_a_checkpoint_of_processes_that_share_the_state_is_resumed_by_any_number
     assert alone.steps == 5
     assert run_two(tmp_path, plan=sharded(), steps=6, resume=True, **common) == [0, 0]
     assert distance(loaded(tmp_path)[0], whole) < 1e-6
+
+
+def ends_itself_while_lending(rank: int) -> None:
+    """The second process is killed while the first writes the second checkpoint."""
+    fetch, calls = SharedState.fetch, [0]
+
+    def failing(*given: Any) -> Any:
+        calls[0] += 1
+        if rank == 1 and calls[0] == 12:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return fetch(*given)
+
+    setattr(SharedState, "fetch", failing)  # noqa: B010 (mypy)
+
+
+@pytest.mark.parametrize("prepare", [ends_itself_while_lending, sends_itself(signal.SIGKILL, 0)])
+def test_a_lost_process_that_shares_the_state_ends_the_other_and_the_run_is_resumed(
+    tmp_path: Path, prepare: Callable[[int], None]
+) -> None:
+    assert {*run_two(tmp_path, prepare, plan=sharded(), save_every="2")} == {-signal.SIGKILL, 1}
+    assert run_two(tmp_path, plan=sharded(), save_every="2", resume=True) == [0, 0]
+    assert distance(loaded(tmp_path)[0], weights(run(tmp_path, "one").model)) < 1e-5
+    assert not [*(tmp_path / "two" / "checkpoints").glob(".unfinished*")]
 
 
 def test_a_plan_for_another_number_of_processes_is_refused(tmp_path: Path) -> None:
