@@ -127,7 +127,6 @@ class Trainer(ABC):
         self.missing = Missing()
         self.validation_loss: float | None = None
         self._warned, self._signals = False, list[int]()
-        self._owners = owners(training.model, self.ranks.world)  # of the weights, if the optimizer's state is shared
 
     @property
     @abstractmethod
@@ -235,7 +234,7 @@ class Trainer(ABC):
             with ranks.together():
                 outcome = update(training, self._exchange(loss), self.config.options.clip, guard.update)
             if training.owned is not None:
-                ranks.spread(self._owners)
+                ranks.spread(owners(training.model, ranks.world))
             return outcome
 
     def _finish_step(self, batch: Batch | TaskBatch, outcome: Outcome, seconds: float) -> None:

@@ -200,8 +200,11 @@ def check_dense(*, sparse: bool) -> None:
 
 def deal(speeds: Sequence[float], rows: int) -> Ints:
     """The number of the process that takes each of so many rows: in proportion to the speeds, and evenly spread."""
-    turns = [(np.arange(rows) + 0.5) / speed for speed in speeds]  # when each process would be halfway through a row
-    return np.argsort(np.concatenate(turns), kind="stable")[:rows] // max(1, rows)
+    each = (rows + len(speeds)) / sum(speeds)
+    most = [int(each * speed) + 2 for speed in speeds]  # rows that a process can come to have
+    turns = [(np.arange(count) + 0.5) / speed for count, speed in zip(most, speeds, strict=True)]
+    order = np.argsort(np.concatenate(turns), kind="stable")[:rows]
+    return np.repeat(np.arange(len(speeds)), most)[order]
 
 
 def _gather(own: Address) -> list[Address]:

@@ -26,6 +26,7 @@ from oomguard import _step as step_file
 from oomguard._core.units import GIB, MIB
 from oomguard._estimate.terms import divide, optimizer_bytes
 from oomguard._guard.events import Events
+from oomguard._plan.buckets import Bucket
 from oomguard._rnn import backward
 from oomguard._train.loop import Trainer
 from oomguard._train.plans import own_plan, plans_of
@@ -117,6 +118,13 @@ def test_a_run_of_unequal_processes_is_resumed_with_the_plans_that_it_stored(tmp
     assert run_two(tmp_path, steps=6, resume=True, epochs=None, plan=plans_of(tmp_path / "two")) == [0, 0]
     assert distance(loaded(tmp_path)[0], whole[0]) < 1e-6
     assert torch.load(tmp_path / "0.pt")[1] == torch.load(tmp_path / "1.pt")[1] == 1  # both on the rung of before
+
+
+def test_processes_with_unequal_length_buckets_draw_the_same_batches(tmp_path: Path) -> None:
+    own = plan_of()
+    made = [Bucket(longest=n, sequences=9, candidate=own.candidate, expected=own.expected) for n in (3, 6)]
+    assert run_two(tmp_path, plan=[msgspec.structs.replace(own, buckets=tuple(made)), own]) == [0, 0]
+    assert distance(loaded(tmp_path)[0], weights(run(tmp_path, "one").model)) < 1e-6
 
 
 def test_processes_whose_plans_differ_in_the_gradient_or_the_update_are_refused(
