@@ -15,6 +15,7 @@ from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from oomguard._adam8bit import TorchaoAdam8bit, TorchaoAdamW8bit
 from oomguard._core.errors import MisuseError
+from oomguard._estimate.terms import divide
 from oomguard._rnn import Microbatch, backward
 from oomguard._rnn.model import Recurrent, build, trainable
 from oomguard._rnn.run import autocast
@@ -44,6 +45,7 @@ class TaskTraining:
     candidate: Candidate
     optimizer: Optimizer
     scaler: GradScaler | None = None  # scales the loss in fp16
+    owned: frozenset[Tensor] | None = None  # weights that this process updates; None: all
 
     @property
     def device(self) -> torch.device:
@@ -68,11 +70,34 @@ class Outcome:
     norm: Tensor | None = None  # the gradient's norm before clipping; None without clipping
 
 
-def prepare(spec: Spec, candidate: Candidate, device: str = "cpu", lr: float = 1e-3) -> Training:
-    """Make a new model with its optimizer, on a device."""
-    model = build(spec).to(device)
-    optimizer = make_optimizer(model, candidate, lr)
-    return Training(model=model, candidate=candidate, optimizer=optimizer, scaler=make_scaler(candidate, device))
+def prepare(
+    spec: Spec,
+    candidate: Candidate,
+    device: str = "cpu",
+    lr: float = 1e-3,
+    *,
+    model: Recurrent | None = None,
+    rank: int = 0,
+) -> Training:
+    """Make a model (default: a new one) with its optimizer, on a device.
+
+    If several processes share the optimizer's state, it has that of the process `rank`. Process 0 has the largest
+    share, so it is what a probe measures.
+    """
+    model = (build(spec) if model is None else model).to(device)
+    optimizer, scaler = make_optimizer(model, candidate, lr), make_scaler(candidate, device)
+    owned = None
+    if candidate.shards > 1:
+        owned = frozenset(weight for weight, owner in owners(model, candidate.shards) if owner == rank)
+        for weight in [weight for weight in optimizer.state if weight not in owned]:  # Adagrad makes it at once
+            del optimizer.state[weight]
+    return Training(model=model, candidate=candidate, optimizer=optimizer, scaler=scaler, owned=owned)
+
+
+def owners(model: nn.Module, shards: int) -> list[tuple[Tensor, int]]:
+    """The trained weights, each with the process that keeps its optimizer state and updates it."""
+    parameters = trainable(model)
+    return [*zip(parameters, divide([p.numel() for p in parameters], shards), strict=True)]
 
 
 def make_scaler(candidate: Candidate, device: str) -> GradScaler | None:
@@ -160,8 +185,17 @@ def update(training: TaskTraining, loss: Tensor, clip: float | None = None, run:
     """Clip the gradient of the whole batch, and update the weights unless fp16 overflowed."""
     step = partial(offloaded_step, training.optimizer) if training.candidate.offload else training.optimizer.step
     step = step if run is None else partial(run, training.optimizer, step)
+    step = step if training.owned is None else partial(_step_owned, training.optimizer, training.owned, step)
     skipped, norm = apply_gradient(training.optimizer, step, training.scaler, clip)
     return Outcome(loss=loss, skipped=skipped, norm=norm)
+
+
+def _step_owned(optimizer: Optimizer, owned: frozenset[Tensor], step: Callable[[], object]) -> None:
+    """Update only some weights: PyTorch's optimizers keep no state for parameters that never have a gradient."""
+    for parameter in with_gradient(optimizer):
+        if parameter not in owned:
+            parameter.grad = None
+    step()
 
 
 def apply_gradient(

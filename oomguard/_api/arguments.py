@@ -81,6 +81,7 @@ class Knobs(TypedDict, total=False):
     offload: Many[bool | None]
     update: Many[Update | None]
     state_8bit: Many[bool | None]
+    shards: Many[int | None]
     allocator: Many[Allocator | OldAllocator | None]
     workers: Count
     prefetch: Count

@@ -1,7 +1,7 @@
 """Training and what follows it. Packages are imported when they are needed."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
@@ -20,6 +20,7 @@ from oomguard._report.screens import in_notebook
 from oomguard._task.task import Task
 from oomguard._train import TrainOptions
 from oomguard._train.apart import is_apart, packed, train_apart
+from oomguard._train.plans import PlanOrPath, own_plan, plans_of
 from oomguard._train.settings import settle
 
 if TYPE_CHECKING:
@@ -63,7 +64,10 @@ def guard(
 
 @overload
 def train(
-    plan: "TaskPlan | str | os.PathLike[str] | None", data: Task, model: None = None, **options: Unpack[TrainCall]
+    plan: "TaskPlan | str | os.PathLike[str] | Sequence[PlanOrPath] | None",
+    data: Task,
+    model: None = None,
+    **options: Unpack[TrainCall],
 ) -> "TaskResult": ...
 
 
@@ -73,7 +77,7 @@ def train(plan: "TaskPlan | None", data: str, model: None = None, **options: Unp
 
 @overload
 def train(
-    plan: "Plan | str | os.PathLike[str]",
+    plan: "Plan | str | os.PathLike[str] | Sequence[PlanOrPath]",
     data: Any = None,
     model: Callable[..., Any] | str | None = None,
     **options: Unpack[TrainCall],
@@ -82,7 +86,7 @@ def train(
 
 @takes(TrainOptions, DataOptions)
 def train(
-    plan: "Plan | TaskPlan | str | os.PathLike[str] | None",
+    plan: "PlanOrPath | Sequence[PlanOrPath] | None",
     data: Any = None,
     model: Callable[..., Any] | str | None = None,
     *,
@@ -100,6 +104,9 @@ def train(
     With `isolate`, the training runs in a process of its own, which starts with the settings of the heap that the plan
     was made for: then it peaks where the plan says. The result is the same. It is the default in notebooks.
 
+    Of several plans, each of the processes that torchrun has started takes the one for its card, or else the one with
+    its number. It then takes rows of every batch in proportion to its speed.
+
     A `Task`, or its name "package.module:task", takes the place of data. It has its own optimizer, scheduler and
     validation data, so options are `seed` and those of `TrainOptions` without the learning rate. If plan is None, the
     task is planned first, for `budget`, `device`, `batch` and `seq`.
@@ -113,10 +120,9 @@ def train(
     (20, 'done')
     """
     given: dict[str, Any] = {**options}
-    from oomguard._plan.store import load_plan
     from oomguard._plan.task_value import TaskPlan
 
-    loaded = load_plan(plan) if isinstance(plan, str | os.PathLike) else plan
+    loaded = None if plan is None else own_plan(plan)
     if loaded is None or isinstance(loaded, TaskPlan):
         if model is not None:
             raise conflict("A task has its own model", "a task", "model")
@@ -178,10 +184,8 @@ def resume(
     5
     """
     given: dict[str, Any] = {**options}
-    plan = os.path.join(run, "plan.json")
-    return train(
-        plan, data, model, progress=progress, isolate=isolate, **given | {"run": os.fspath(run), "resume": True}
-    )
+    given |= {"run": os.fspath(run), "resume": True}
+    return train(plans_of(run), data, model, progress=progress, isolate=isolate, **given)
 
 
 @takes()

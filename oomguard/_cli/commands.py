@@ -41,6 +41,7 @@ EXIT_CODES = {
 PLAN = Flag("plan", "PLAN", "Plan file, written by oomguard plan, or the directory of a run.")
 RUN = Flag("run", "RUN", "Directory of a training run, written by oomguard train.")
 FOLDER = Flag("folder", "DIR", "Folder of data and runs (default: the current one).", optional=True)
+PLANS = Flag("plan", "PLAN", "Plan file, or one for each kind of card or each process.", many=True, optional=True)
 WORDS = Flag("command", "COMMAND...", "The command of a script, with its arguments.", many=True, optional=True)
 RUNS = Flag("runs", "RUN", "Directories of training runs.", many=True)
 JOBS = Flag("jobs", "JOBS", "TOML file of jobs.")
@@ -258,14 +259,15 @@ _TRAINING = [*LOUDNESS, JSON]
 _TASK: dict[str, Any] = {"Plan of a task (if there is none yet)": flags.TASK_PLANNED}
 
 
-@_command("train", PLAN._replace(optional=True), Data=flags.DATA, Training=flags.TRAINED, **_TASK, Output=_TRAINING)
-def _train(*, plan: str | None = None, json: bool = False, **values: Any) -> Answer:
+@_command("train", PLANS, Data=flags.DATA, Training=flags.TRAINED, **_TASK, Output=_TRAINING)
+def _train(*, plan: list[str] | None = None, json: bool = False, **values: Any) -> Answer:
     """Train a plan on data. If memory gets tight, the guard falls back to a smaller candidate and loses nothing.
 
     A task of your own has its data with it. Without a plan file, it is planned first.
 
     The process restarts itself with the allocator settings of the plan. Ctrl-C ends training after the current step,
-    with a checkpoint. Several processes train together if torchrun starts them.
+    with a checkpoint. Several processes train together if torchrun starts them. Where their cards differ, give the plan
+    of each kind of card: every process takes its own.
 
     [bold]Examples[/bold]
 
@@ -274,16 +276,17 @@ def _train(*, plan: str | None = None, json: bool = False, **values: Any) -> Ans
     - oomguard train plan.json --data book.txt --steps 9000 --run book
     - oomguard train plan.json --data book.txt --steps 9000 --run book --resume
     - torchrun --nproc-per-node 2 -m -- oomguard train plan.json --data waves.npy
+    - torchrun --nproc-per-node 2 -m -- oomguard train a100.json t4.json
     - oomguard train --model package.module:task --budget 6GiB --epochs 20
 
     Exit codes: 0 done, 1 out of memory on the last fallback (with a checkpoint), 2 wrong usage.
     """
-    from oomguard._plan.store import load_plan
     from oomguard._plan.value import Plan
     from oomguard._report.progress import result_json, show_training
+    from oomguard._train.plans import own_plan
     from oomguard._train.settings import settle
 
-    loaded = None if plan is None else load_plan(plan)
+    loaded = own_plan(plan) if plan else None
     data, options = parsing.read_training(values, loaded)
     if loaded is None:
         tell("Starting PyTorch")
@@ -318,7 +321,10 @@ def _resume(*, run: str, **values: Any) -> Answer:
 
     Exit codes: 0 done, 1 out of memory on the last fallback (with a checkpoint), 2 wrong usage.
     """
-    answer: Answer = _train(plan=os.path.join(run, "plan.json"), **values | {"run": run, "resume": True})
+    from oomguard._train.plans import plans_of
+
+    plans = [*map(str, plans_of(run))]
+    answer: Answer = _train(plan=plans, **values | {"run": run, "resume": True})
     return answer
 
 

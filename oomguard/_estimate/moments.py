@@ -46,7 +46,7 @@ def training_moments(step: Pass, kept: Pass) -> Moments:
     if spec.vocab is not None and "embedding" not in spec.frozen:
         moments["backward of the embedding"] = _embedding(step)
     update = {"optimizer": _optimizer(step)}
-    return _plus(standing, moments) | _plus(standing | {"input": 0}, update)  # by then the microbatch is gone
+    return _plus(standing, moments) | _plus(standing | {"input": 0, "gradients": 0}, update)  # the microbatch is gone
 
 
 def in_system_heap(step: Pass, kept: Pass, moments: Moments) -> Moments:
@@ -225,15 +225,16 @@ def _embedding(step: Pass) -> Terms:
 
 
 def _optimizer(step: Pass) -> Terms:
-    """The update: all gradients and the optimizer's temporary copies."""
+    """The update: the gradients of all weights that this process updates, and the optimizer's temporary copies."""
     spec, candidate = step.spec, step.candidate
     visiting = 0
     if candidate.offload:  # the state comes to the card parameter by parameter: room for the largest, in and out
         largest = max(terms.elements([shape]) for shape in terms.trained(spec))
         visiting = 2 * terms.STATES_PER_WEIGHT.get(spec.optimizer, 1) * 4 * largest
     coalesced = terms.sparse_gradient_bytes(spec)  # coalescing copies a sparse gradient
+    own = terms.largest_share(spec, candidate.shards, lambda shapes: 4 * terms.elements(shapes))
     return {
-        "gradients": coalesced + where(_held(step), 0, _all_gradients(step)),
+        "gradients": coalesced + where(candidate.shards == 1, _all_gradients(step), own),
         "activations": _heap_bytes(step),
         "workspace": terms.update_bytes(spec, candidate) + visiting,
     }

@@ -5,6 +5,8 @@ Counts may be NumPy arrays. Notation: T steps, B microbatch, N = T*B tokens, V v
 
 import itertools
 import math
+from collections.abc import Callable, Sequence
+from heapq import heapreplace
 
 import numpy as np
 
@@ -78,21 +80,51 @@ def trained(spec: Spec) -> list[Shape]:
     return [shape for part, shapes in parameters(spec).items() if part not in spec.frozen for shape in shapes]
 
 
-def optimizer_bytes(spec: Spec, candidate: Knobs) -> int:
-    """The optimizer's state between steps.
+def divide(sizes: Sequence[int], shards: int) -> list[int]:
+    """The process that keeps the state of each weight, by the elements of the weights: shares are about equal.
+
+    From the largest weight on, each goes to the process that has least. Process 0 has the largest share.
+    """
+    shares, owners = [(0, shard) for shard in range(shards)], [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        size, owners[index] = shares[0]
+        heapreplace(shares, (size + sizes[index], owners[index]))
+    turns = {shard: turn for turn, (_, shard) in enumerate(sorted(shares, key=lambda share: (-share[0], share[1])))}
+    return [turns[owner] for owner in owners]
+
+
+def largest_share(spec: Spec, shards: Count, size_of: Callable[[list[Shape]], int]) -> Count:
+    """The largest size of the trained weights of any of the processes that share the optimizer's state."""
+    if isinstance(shards, np.ndarray):
+        values, rows = np.unique(shards, return_inverse=True)
+        return np.array([largest_share(spec, int(value), size_of) for value in values], dtype=np.int64)[rows]
+    shapes = trained(spec)
+    if shards == 1:
+        return size_of(shapes)
+    shares: dict[int, list[Shape]] = {}
+    for shape, owner in zip(shapes, divide([*map(math.prod, shapes)], int(shards)), strict=True):
+        shares.setdefault(owner, []).append(shape)
+    return max(map(size_of, shares.values()), default=0)
+
+
+def optimizer_bytes(spec: Spec, candidate: Knobs) -> Count:
+    """The optimizer's state between steps: that of all trained weights, or the largest share of a process.
 
     SGD none; momentum, RMSprop, Adagrad one fp32 number per weight; Adam two; Adafactor a row and a column of each
     matrix; in 8 bits one byte instead of four, and a scale for every 256, except for tensors of less than 4,096
     elements or not of whole blocks.
     """
-    shapes = trained(spec)
-    if spec.optimizer == "adafactor":
-        return sum(4 * sum(shape) for shape in shapes)
-    states = STATES_PER_WEIGHT[spec.optimizer]
-    if in_8_bits(spec, candidate):
-        sizes = [math.prod(shape) for shape in shapes]
-        return states * sum(n + 4 * (n // QUANTILE_BLOCK) if is_quantised(n) else 4 * n for n in sizes)
-    return states * 4 * elements(shapes)
+
+    def state_bytes(shapes: list[Shape]) -> int:
+        if spec.optimizer == "adafactor":
+            return sum(4 * sum(shape) for shape in shapes)
+        states = STATES_PER_WEIGHT[spec.optimizer]
+        if in_8_bits(spec, candidate):
+            sizes = [math.prod(shape) for shape in shapes]
+            return states * sum(n + 4 * (n // QUANTILE_BLOCK) if is_quantised(n) else 4 * n for n in sizes)
+        return states * 4 * elements(shapes)
+
+    return largest_share(spec, candidate.shards, state_bytes)
 
 
 def in_8_bits(spec: Spec, candidate: Knobs) -> bool:
@@ -108,22 +140,25 @@ def is_quantised(count: int) -> bool:
     return count >= QUANTISED_FROM and count % QUANTILE_BLOCK == 0
 
 
-def update_bytes(spec: Spec, candidate: Knobs) -> int:
+def update_bytes(spec: Spec, candidate: Knobs) -> Count:
     """Temporary copies during the optimizer step.
 
     foreach works on all gradients at once (`FOREACH_COPIES`). One after the other, a tensor needs `LOOP_COPIES` of its
     own size while the one before it still has its last: `max(copies x n_i + n_(i-1))`. Fused needs none. With a state
     in 8 bits, a piece of a weight is updated at a time.
     """
-    shapes = trained(spec)
-    if in_8_bits(spec, candidate):
-        return PIECE_COPIES * 4 * min(UPDATED_PIECE, max(map(math.prod, shapes)))
-    if candidate.update == "foreach" and spec.optimizer in FOREACH_COPIES:
-        return FOREACH_COPIES[spec.optimizer] * 4 * elements(shapes)
-    if candidate.update == "fused" or spec.optimizer not in LOOP_COPIES:
-        return 0
-    sizes = [0, *(math.prod(shape) for shape in shapes)]
-    return 4 * max(LOOP_COPIES[spec.optimizer] * size + before for before, size in itertools.pairwise(sizes))
+
+    def copies_bytes(shapes: list[Shape]) -> int:
+        if in_8_bits(spec, candidate):
+            return PIECE_COPIES * 4 * min(UPDATED_PIECE, max(map(math.prod, shapes)))
+        if candidate.update == "foreach" and spec.optimizer in FOREACH_COPIES:
+            return FOREACH_COPIES[spec.optimizer] * 4 * elements(shapes)
+        if candidate.update == "fused" or spec.optimizer not in LOOP_COPIES:
+            return 0
+        sizes = [0, *(math.prod(shape) for shape in shapes)]
+        return 4 * max(LOOP_COPIES[spec.optimizer] * size + before for before, size in itertools.pairwise(sizes))
+
+    return largest_share(spec, candidate.shards, copies_bytes)
 
 
 def input_bytes(spec: Spec, candidate: Knobs) -> Count:

@@ -128,6 +128,12 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         bool, Role(lossy="8bit", tries=(False, True), words=lambda on: "8-bit optimizer state" * on)
     ] = False
     """Keep the optimizer's state in 8 bits; lossy."""
+    shards: Annotated[
+        int,
+        Bounds(1, 4096),
+        Role(words=lambda count: f"optimizer state shared by {count:,} processes" * (count > 1)),
+    ] = 1
+    """Processes that share the optimizer's state: each keeps and updates that of some weights. Train with as many."""
     allocator: Annotated[Allocator | OldAllocator | None, Role()] = None
     """Memory allocator (default: tight on the CPU, system on CUDA). `tight` (CPU) has fixed glibc thresholds: freed
     memory returns to the system, which lowers the peak and makes it repeatable. `fast` (CPU) has fixed thresholds too,

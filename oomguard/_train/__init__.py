@@ -1,7 +1,8 @@
 """The trainer: runs a plan on data under the guard. It can be killed at any moment and resumed.
 
 Here are its options. `start.py` prepares a training, `loop.py` runs it, `checkpoint.py` and `tensors.py` save it,
-`metrics.py` and `trackers.py` log it, `ranks.py` connects several processes, `evaluate.py` validates and predicts.
+`metrics.py` and `trackers.py` log it, `ranks.py` connects several processes, `plans.py` gives each its plan,
+`shards.py` puts their shares of the optimizer's state together, `evaluate.py` validates and predicts.
 Tasks share all of that: `task_start.py` prepares one, `task.py` has its steps and `task_data.py` its batches.
 """
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 
 from oomguard._core.errors import MisuseError, flag, shown
 from oomguard._core.system import file_errors, opened, read_file, sync_directory, write_all
@@ -36,6 +36,7 @@ from oomguard._spec.spec import Spec
 from oomguard._step import TaskTraining
 from oomguard._task.task import Task
 from oomguard._train.settings import CHECKPOINT_RULE, UNFINISHED, list_checkpoints, serial
+from oomguard._train.shards import SharedState
 from oomguard._train.tensors import OptimizerState, TensorFile, file_pieces, get_state, put_state, put_weights, weights
 from oomguard._train.verify import faults
 
@@ -95,22 +96,31 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return TensorFile(Path(self.directory) / TENSORS)
 
 
-def save(directory: str | os.PathLike[str], training: TaskTraining, state: TrainState, keep: int = 3) -> Path:
-    """Write a checkpoint, then remove all but the last `keep`. Returns its directory."""
+def save(
+    directory: str | os.PathLike[str],
+    training: TaskTraining,
+    state: TrainState,
+    keep: int = 3,
+    shared: SharedState | None = None,
+) -> Path:
+    """Write a checkpoint, then remove all but the last `keep`. Returns its directory.
+
+    `shared` is the state of the optimizer if several processes share it.
+    """
     home, spec, candidate = Path(directory), _spec_of(training.model), training.candidate
-    optimizer, tensors = get_state(training)
+    optimizer, tensors = get_state(training) if shared is None else (shared.optimizer, shared.tensors)
     content = Checkpoint(
         version=VERSION, step=state.step, spec=spec, candidate=candidate, optimizer=optimizer, state=state
     )
     size = format_bytes(sum(tensor.nbytes for tensor in tensors.values()))
     advice = f"Give a directory with {size} free that you can write to. Older checkpoints are intact."
     with file_errors(CHECKPOINT_RULE, home, advice):
-        path = _write(home, tensors, content)
+        path = _write(home, file_pieces(tensors, None if shared is None else shared.fetch), content)
     _remove_old(home, keep)
     return path
 
 
-def _write(home: Path, tensors: dict[str, Tensor], content: Checkpoint) -> Path:
+def _write(home: Path, tensors: Iterable[bytes | memoryview], content: Checkpoint) -> Path:
     """Write the files of a checkpoint; its directory gets its name once they are on the disk."""
     if not home.is_dir():
         home.mkdir(parents=True, exist_ok=True)
@@ -125,7 +135,7 @@ def _write(home: Path, tensors: dict[str, Tensor], content: Checkpoint) -> Path:
     text = json.dumps(msgspec.to_builtins(content, str_keys=True), indent=1).encode()
     try:
         unfinished.mkdir()
-        sums = {TENSORS: _write_file(unfinished / TENSORS, file_pieces(tensors))}
+        sums = {TENSORS: _write_file(unfinished / TENSORS, tensors)}
         sums[FACTS] = _write_file(unfinished / FACTS, [text])
         _write_file(unfinished / CHECKSUMS, [msgspec.json.encode(sums)])
         sync_directory(unfinished)

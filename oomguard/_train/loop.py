@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any
@@ -29,13 +30,14 @@ from oomguard._plan.value import Plan
 from oomguard._rnn import Microbatch
 from oomguard._rnn.model import Recurrent
 from oomguard._spec.candidate import Candidate
-from oomguard._step import Outcome, TaskTraining, Training, accumulate, no_gradient_left, update
+from oomguard._step import Outcome, TaskTraining, Training, accumulate, no_gradient_left, owners, update
 from oomguard._train import TrainOptions, learning_rate
 from oomguard._train.checkpoint import Model, TrainState, save
 from oomguard._train.evaluate import evaluation_candidate, validate
 from oomguard._train.metrics import Metrics
 from oomguard._train.ranks import Ranks
 from oomguard._train.settings import BEST, CHECKPOINTS, RunSettings
+from oomguard._train.shards import SharedState
 from oomguard._train.task_data import MadeBatches, TaskBatch, TaskLoader
 from oomguard._train.trackers import Trackers
 
@@ -198,7 +200,7 @@ class Trainer(ABC):
 
     def _run_batches(self) -> None:
         """Train until the epoch or the training ends, or until the workers have to be started again."""
-        loader, options = self.loader, self.config.options
+        loader = self.loader
         for batch in loader.batches(self.state.position):
             began = perf_counter()
             outcome = self.step(batch)
@@ -207,12 +209,19 @@ class Trainer(ABC):
                 left = self._lose_worker()
                 reason = f"A process that loads data was lost ({batch.lost}). Its work was done here; {left} are left."
                 self.guard.tell("worker", reason, workers=left)
-            most_steps, most_seconds = options.save_interval
-            if self.state.step - self._saved_step >= most_steps or monotonic() - self._saved_at >= most_seconds:
+            if self._must_save():
                 self.save()
             # workers are started again if one was lost, or if they prepare microbatches of another rung
             if self._ended() is not None or (loader.workers and loader is not self.loader):
                 return
+
+    def _must_save(self) -> bool:
+        """Whether a checkpoint is due. If all processes have a part in it, the clock of the first decides."""
+        most_steps, most_seconds = self.config.options.save_interval
+        is_due = self.state.step - self._saved_step >= most_steps or monotonic() - self._saved_at >= most_seconds
+        if self.training.owned is None:
+            return is_due
+        return bool(self.ranks.agree([int(is_due and self.ranks.first)])[0])
 
     def step(self, batch: Any) -> Outcome:
         """Make one optimizer step; the guard repeats it on a lower rung if memory runs out."""
@@ -223,7 +232,10 @@ class Trainer(ABC):
                 with attempt:
                     loss = self._accumulate(batch)
             with ranks.together():
-                return update(training, self._exchange(loss), self.config.options.clip, guard.update)
+                outcome = update(training, self._exchange(loss), self.config.options.clip, guard.update)
+            if training.owned is not None:
+                ranks.spread(owners(training.model, ranks.world))
+            return outcome
 
     def _finish_step(self, batch: Batch | TaskBatch, outcome: Outcome, seconds: float) -> None:
         loss, step, lr = float(outcome.loss), self.state.step + 1, self.training.optimizer.param_groups[0]["lr"]
@@ -300,9 +312,19 @@ class Trainer(ABC):
         self._save_in(CHECKPOINTS, keep=self.config.options.keep)
 
     def _save_in(self, name: str, keep: int) -> None:
-        if self.ranks.first:
-            training = replace(self.training, candidate=self.guard.candidate)
-            save(self.config.directory / name, training, self._for_checkpoint(), keep)
+        training = replace(self.training, candidate=self.guard.candidate)
+        write = partial(save, self.config.directory / name, training, self._for_checkpoint(), keep)
+        if self.training.owned is None:
+            if self.ranks.first:
+                write()
+            return
+        shared = SharedState(self.ranks, training)
+        with self.ranks.together():
+            try:
+                if self.ranks.first:
+                    write(shared)
+            finally:
+                shared.lend()
 
     def _is_done(self) -> bool:
         """Whether all steps are made, or all epochs: a sampler may give epochs of unequal length."""

@@ -2,20 +2,24 @@
 
 torchrun starts them and sets RANK, WORLD_SIZE and LOCAL_RANK. In each step they exchange three small numbers before the
 gradients and one after the update. So they fall back together, and none waits for a result that another cannot compute.
+Each may have a plan of its own (`plans.py`): a faster process takes more rows of every batch.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed import ReduceOp
 
-from oomguard._core.errors import GuardError, MisuseError, TornUpdateError
+from oomguard._core.errors import GuardError, MisuseError, TornUpdateError, shown
 from oomguard._data.source import Ints
 from oomguard._guard import another_process_failed
 from oomguard._rnn.model import trainable
@@ -23,6 +27,7 @@ from oomguard._train.pulse import Address, Pulse
 
 WAIT = timedelta(seconds=1)  # for other processes, before the pulse is looked at
 DONE, TORN, FAILED = 0, 1, 2  # outcome of work that all processes do; the largest counts
+Given = TypeVar("Given")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,14 +38,48 @@ class Ranks:
     world: int = 1
     device: str = "cpu"
     pulse: Pulse | None = None  # None: alone, or with NCCL, which watches its processes itself
+    speeds: tuple[float, ...] = ()  # how fast each process is, in any unit; empty: all are equally fast
 
     @property
     def first(self) -> bool:
         """Whether this process writes checkpoints, metrics and events."""
         return self.rank == 0
 
+    def rows(self, count: int) -> Ints:
+        """The rows of a batch of so many that this process takes, evenly spread over the batch."""
+        return np.flatnonzero(deal(self.speeds or (1.0,) * self.world, count) == self.rank)
+
     def share(self, sequences: Ints) -> Ints:
-        return sequences[self.rank :: self.world]
+        return sequences[self.rows(len(sequences))]
+
+    def span(self, count: int) -> tuple[int, int]:
+        """As many rows as `rows` has, as the start and the end of a run of neighbouring rows."""
+        taken = np.bincount(deal(self.speeds or (1.0,) * self.world, count), minlength=self.world)
+        end = int(taken[: self.rank + 1].sum())
+        return end - int(taken[self.rank]), end
+
+    def gather(self, given: Given) -> list[Given]:
+        """What each process gives, by their numbers."""
+        if self.world == 1:
+            return [given]
+        content = pickle.dumps(given)
+        [size] = self.agree([len(content)])
+        table = torch.zeros(self.world, size, dtype=torch.uint8, device=self.device)
+        table[self.rank, : len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        self._reduce([table])
+        return [pickle.loads(row.numpy()) for row in table.cpu()]
+
+    def check_same(self, facts: Mapping[str, object]) -> None:
+        """Raise in all processes unless each has the same facts: flags, or what else names them, and their values."""
+        for rank, other in enumerate(given := self.gather(facts)):
+            for name in {**given[0], **other}:  # in their order
+                values = given[0].get(name), other.get(name)
+                if values[0] != values[1]:
+                    raise MisuseError(
+                        rule="All processes of a training do the same work",
+                        got=f"{name} is {shown(values[0])} in process 0 and {shown(values[1])} in process {rank}",
+                        advice="Start them with the same command and data, and make their plans with the same flags.",
+                    )
 
     def agree(self, numbers: Sequence[int]) -> list[int]:
         """The largest of each number over all processes."""
@@ -60,10 +99,20 @@ class Ranks:
     def _reduce(
         self, tensors: Iterable[Tensor], how: distributed.ReduceOp.RedOpType = distributed.ReduceOp.SUM
     ) -> None:
-        """Reduce tensors in place. Raises if a process is lost, instead of waiting for it."""
+        """Reduce tensors in place."""
+        self._finish(partial(distributed.all_reduce, tensor, how, async_op=True) for tensor in tensors)
+
+    def spread(self, tensors: Iterable[tuple[Tensor, int]]) -> None:
+        """Give each tensor in place the values that it has in one process, whose number is beside it."""
+        if self.world > 1:
+            with torch.no_grad():
+                self._finish(partial(distributed.broadcast, *pair, async_op=True) for pair in tensors)
+
+    def _finish(self, begin: Iterable[Callable[[], distributed.Work]]) -> None:
+        """Begin some work of all processes and wait for it. Raises if a process is lost, instead of waiting for it."""
         self._check()
         try:
-            for work in [distributed.all_reduce(tensor, how, async_op=True) for tensor in tensors]:
+            for work in [each() for each in begin]:
                 while self.pulse is not None and not work.is_completed():
                     with suppress(RuntimeError):  # it takes longer, or it has failed
                         work.wait(WAIT)
@@ -108,6 +157,7 @@ class Ranks:
         gloo's own 3 MiB are within the margin.
         """
         if self.world > 1:
+            loss = loss.double()  # it has the model's dtype, which a process without rows does not know
             tensors = [loss, *(parameter.grad for parameter in trainable(model) if parameter.grad is not None)]
             self._reduce(tensors)
         return loss
@@ -128,13 +178,6 @@ class Ranks:
                 parameter.grad = torch.zeros_like(parameter)
         return self.sum_gradients(model, loss * share)
 
-    def copy_first(self, tensors: Iterable[Tensor]) -> None:
-        """Give tensors the values that they have in the first process."""
-        if self.world > 1:
-            with torch.no_grad():
-                for tensor in tensors:
-                    distributed.broadcast(tensor, 0)
-
 
 def lost(why: str) -> GuardError:
     """The error that ends a process because another one is stopped or gone."""
@@ -153,6 +196,15 @@ def check_dense(*, sparse: bool) -> None:
             got="got a sparse embedding",
             advice="Leave sparse out, or train in one process.",
         )
+
+
+def deal(speeds: Sequence[float], rows: int) -> Ints:
+    """The number of the process that takes each of so many rows: in proportion to the speeds, and evenly spread."""
+    each = (rows + len(speeds)) / sum(speeds)
+    most = [int(each * speed) + 2 for speed in speeds]  # rows that a process can come to have
+    turns = [(np.arange(count) + 0.5) / speed for count, speed in zip(most, speeds, strict=True)]
+    order = np.argsort(np.concatenate(turns), kind="stable")[:rows]
+    return np.repeat(np.arange(len(speeds)), most)[order]
 
 
 def _gather(own: Address) -> list[Address]:

@@ -91,7 +91,7 @@ def _write(run: Path, path: Path, plan: Plan, model: Recurrent, checkpoint: Chec
     settings = read_settings(run) or RunSettings(options=state.data_options, known=True)
     train = msgspec.structs.replace(settings.train, run=str(path), resume=False)
     write_settings(path, msgspec.structs.replace(settings, train=train))
-    training = prepare(plan.spec, plan.candidate)
+    training = prepare(plan.spec, msgspec.structs.replace(plan.candidate, shards=1))  # the whole state
     training.model.load_state_dict(model.state_dict())
     begun = TrainState(data=state.data, data_options=state.data_options, normaliser=state.normaliser)
     save(path / CHECKPOINTS, training, begun)

@@ -4,7 +4,6 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,12 +20,13 @@ from oomguard._device.find import Device, open_device
 from oomguard._guard import Guard
 from oomguard._guard.events import Events
 from oomguard._guard.ladder import LadderPosition
-from oomguard._plan.store import check_device, save_plan
+from oomguard._plan.store import check_device
 from oomguard._plan.task_value import TaskPlan
 from oomguard._plan.value import Plan
-from oomguard._step import Training, make_optimizer, prepare
+from oomguard._step import Training, prepare
 from oomguard._train.checkpoint import Checkpoint, DamagedError, Model, TrainState, build_model, load, name_of, restore
 from oomguard._train.loop import Result, RunConfig, SpecTrainer, TaskResult, TrainConfig, Trainer, TrainProgress
+from oomguard._train.plans import join_plans, save_plans
 from oomguard._train.ranks import join
 from oomguard._train.settings import CHECKPOINTS, settle, write_settings
 
@@ -55,7 +55,8 @@ def run_training(
         data_options = complete(data, data_options)
     model = settings.model if model is None else model
     check_environment(plan)
-    with join(plan.where.device, sparse=plan.spec.sparse_embedding) as ranks:
+    with join(plan.where.device, sparse=plan.spec.sparse_embedding) as alike:
+        ranks, plan = join_plans(alike, plan, options)
         checkpoint = load(directory / CHECKPOINTS)
         tell("Reading the data")
         ranks.agree([0])  # no process writes a checkpoint before all have looked for one
@@ -100,6 +101,8 @@ def run_from(
     """Train. After a torn update, go back to the last checkpoint once and update one parameter at a time."""
     careful = False
     while True:
+        name = None if checkpoint is None else Path(checkpoint.directory).name
+        config.ranks.check_same({"the newest checkpoint in the directory of the run": name})
         try:
             trainer = make(config, checkpoint)
         except DamagedError as error:
@@ -146,7 +149,8 @@ def _trainer(config: TrainConfig, checkpoint: Checkpoint | None) -> Trainer:
     if checkpoint is None:
         check_device(plan, device.title(), device.budget().limit_bytes)
     else:
-        state = resumed_state(checkpoint, state, plan)
+        state = resumed_state(checkpoint, state, config)
+    ranks.check_same(_sequences(state))
     tell("Building the model, and making the first step")
     training = _training(config, device)
     if checkpoint is not None:
@@ -163,7 +167,11 @@ def _trainer(config: TrainConfig, checkpoint: Checkpoint | None) -> Trainer:
 def make_guard(config: RunConfig, device: Device, state: TrainState) -> Guard:
     """The guard of a training, on the rung that it was on."""
     events = Events(config.directory / "events.jsonl") if config.ranks.first else None
-    return Guard(config.plan, device=device, events=events, position=state.ladder, agree=config.ranks.agree)
+    guard = Guard(config.plan, device=device, events=events, position=state.ladder, agree=config.ranks.agree)
+    [rungs] = config.ranks.agree([len(guard.ladder)])
+    # all processes fall together: one with fewer fallbacks stays on its last rung meanwhile
+    guard.ladder += guard.ladder[-1:] * (rungs - len(guard.ladder))
+    return guard
 
 
 def begin(trainer: Trainer, *, resumed: bool) -> None:
@@ -172,14 +180,13 @@ def begin(trainer: Trainer, *, resumed: bool) -> None:
         reason = f"The run was resumed at step {trainer.state.step:,}."
         trainer.guard.tell("resume", reason, rung=trainer.guard.rung)
         return
-    if trainer.ranks.first:
-        save_plan(trainer.config.plan, trainer.config.directory / "plan.json")
+    save_plans(trainer.ranks, trainer.config.plan, trainer.config.directory)
     trainer.save()
 
 
-def resumed_state(checkpoint: Checkpoint, new: TrainState, plan: Plan | TaskPlan) -> TrainState:
+def resumed_state(checkpoint: Checkpoint, new: TrainState, config: RunConfig) -> TrainState:
     """The state of a checkpoint. Model, data and the way the data is read must be those of a new run."""
-    state = checkpoint.state
+    state, plan = checkpoint.state, config.plan
     if state.task != new.task:
         raise MisuseError(
             rule="A run continues with its own task",
@@ -201,7 +208,10 @@ def resumed_state(checkpoint: Checkpoint, new: TrainState, plan: Plan | TaskPlan
                 advice="Give the same data and options, or another --run.",
             )
     candidates = [plan.candidate, *(fallback.candidate for fallback in plan.fallbacks)]
-    if checkpoint.candidate in candidates[state.ladder.rung : state.ladder.rung + 1]:
+    is_known = checkpoint.candidate == candidates[min(state.ladder.rung, len(candidates) - 1)]
+    # it is the candidate of the first process, which therefore knows it for all
+    rungs, changed = config.ranks.agree([len(candidates), int(config.ranks.first and not is_known)])
+    if not changed and state.ladder.rung < rungs:
         return state
     return msgspec.structs.replace(state, ladder=LadderPosition())  # another plan: start at the top of its ladder
 
@@ -214,13 +224,10 @@ def _sequences(state: TrainState) -> dict[str, Any]:
 
 
 def _training(config: TrainConfig, device: Device) -> Training:
-    plan, lr = config.plan, config.options.lr
+    plan, rank = config.plan, config.ranks.rank
     torch.manual_seed(config.data_options.seed)
-    training = prepare(plan.spec, plan.candidate, device.name, lr)
-    if config.model is None:
-        return training
-    own = build_model(config.model, plan.spec).to(device.name)
-    return replace(training, model=own, optimizer=make_optimizer(own, plan.candidate, lr))
+    own = None if config.model is None else build_model(config.model, plan.spec)
+    return prepare(plan.spec, plan.candidate, device.name, config.options.lr, model=own, rank=rank)
 
 
 def _loader(config: TrainConfig, device: Device) -> Loader:

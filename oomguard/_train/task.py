@@ -152,7 +152,8 @@ class TaskTrainer(Trainer):
         if self.validation is None:
             return None
         count = None if isinstance(self.validation, TaskLoader) else 1
-        self.ranks.copy_first(self.training.model.buffers())  # such as those of BatchNorm, as DDP does
+        # such as those of BatchNorm, as DDP does
+        self.ranks.spread((buffer, 0) for buffer in self.training.model.buffers())
         with self.ranks.together(), self._as_evaluated(), torch.no_grad():
             losses = [
                 loss for batch in islice(self.validation.batches(Position()), count) for loss in self._losses(batch)
@@ -202,11 +203,13 @@ def make_trainer(config: TaskConfig, checkpoint: Checkpoint | None) -> TaskTrain
     if checkpoint is None:
         check_device(plan, device.title(), device.budget().limit_bytes)
     else:
-        state = resumed_state(checkpoint, state, plan)
+        state = resumed_state(checkpoint, state, config)
+    ranks.check_same(state.data)
     seed(config.seed)
     model = build(task).to(device.name).train()
     check_dense(sparse=ranks.world > 1 and any(getattr(module, "sparse", False) for module in model.modules()))
-    ranks.copy_first([*model.parameters(), *model.buffers()])  # a model that is given has other weights in each process
+    # a model that is given has other weights in each process
+    ranks.spread((tensor, 0) for tensor in (*model.parameters(), *model.buffers()))
     optimizer = make_optimizer(task, model)
     _check_parameters(optimizer, model)
     scheduler = _make_scheduler(task, optimizer)

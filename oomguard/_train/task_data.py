@@ -87,7 +87,7 @@ class TaskLoader:
             with user_code("The sampler must give the indices of batches", type(sampler), "Correct that line."):
                 order = [list(batch) for batch in batches]
         if parts == 1:
-            order = [batch[self.ranks.rank :: self.ranks.world] for batch in order]
+            order = [[batch[row] for row in self.ranks.rows(len(batch))] for batch in order]
         if not order:
             got, advice = "this one has none", "Add samples, or leave drop_last out."
             raise MisuseError(rule="A loader must have batches", got=got, advice=advice)
@@ -245,7 +245,7 @@ class MadeBatches:
             if isinstance(content, MisuseError | GuardError):
                 raise content
             position, after = (Position(epoch=start.epoch, done=n) for n in (number, number + 1))
-            start_row, end_row = (self.rows * (self.ranks.rank + one) // self.ranks.world for one in (0, 1))
+            start_row, end_row = self.ranks.span(self.rows)
             if self.ranks.world > 1:
                 content = take(content, self.layout, start_row, end_row) if end_row > start_row else None
             yield TaskBatch(position=position, after=after, rows=end_row - start_row, content=content)

@@ -80,11 +80,13 @@ def run_task_training(
         )
     _check_options(known, train_options)
     check_environment(plan)
+    from oomguard._train.plans import join_plans
     from oomguard._train.ranks import join
     from oomguard._train.task import TaskConfig, make_trainer
 
     began = None if checkpoint is None else checkpoint.state.task or None
-    with join(plan.where.device, sparse=False) as ranks:
+    with join(plan.where.device, sparse=False) as alike:
+        ranks, plan = join_plans(alike, plan, train_options)
         ranks.agree([0])  # no process writes a checkpoint before all have looked for one
         _warn_of_shares(plan, ranks)
         config = TaskConfig(

@@ -6,7 +6,7 @@ a second pass over the file.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,8 @@ def put_state(training: TaskTraining, state: OptimizerState, file: TensorFile) -
         for key, value in numbers.items():
             group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
         for parameter in group["params"]:
-            if (name := names[parameter]) in state.kept:
+            is_owned = training.owned is None or parameter in training.owned
+            if is_owned and (name := names[parameter]) in state.kept:
                 optimizer.state[parameter] = {
                     key: _rebuild(f"optimizer.{name}.{key}", value, file, _device_of(training, group, parameter, key))
                     for key, value in state.kept[name].items()
@@ -165,20 +166,29 @@ def _rebuild(name: str, entry: Entry, file: TensorFile, device: torch.device) ->
     return torch.sparse_coo_tensor(indices, values, entry.size, is_coalesced=entry.coalesced, check_invariants=False)
 
 
-def file_pieces(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+def in_order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The names of tensors in the order of a file: widest dtypes first, so that all are aligned without gaps."""
+    return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+
+
+def file_pieces(
+    tensors: Mapping[str, Tensor], fetch: Callable[[str], Tensor] | None = None
+) -> Iterator[bytes | memoryview]:
     """The bytes of a safetensors file, piece by piece. Tensors that share memory are written separately.
 
     First come eight bytes with the length of the header, then the header: dtype, shape and place of every tensor as
-    JSON. A tensor is copied only if it is on a card or not contiguous.
+    JSON. A tensor is copied only if it is on a card or not contiguous. `fetch` returns the content of a tensor by its
+    name, in the order of the file.
     """
-    # widest dtypes first: all tensors are aligned then, though the format allows no gaps
-    ordered = sorted(tensors.items(), key=lambda pair: (-pair[1].element_size(), pair[0]))
+    ordered = in_order(tensors)
     entries, end = {}, 0
-    for name, tensor in ordered:
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [start, end]}
+    for name in ordered:
+        start, end = end, end + tensors[name].numel() * tensors[name].element_size()
+        dtype, shape = _DTYPES[tensors[name].dtype], [*tensors[name].shape]
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNED_BYTES)
     yield len(text).to_bytes(8, "little") + text
-    for _, tensor in ordered:
+    for name in ordered:
+        tensor = tensors[name] if fetch is None else fetch(name)
         yield tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data

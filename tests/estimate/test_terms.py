@@ -1,7 +1,7 @@
 """The terms against the real thing: PyTorch's own parameters, gradients and optimizer states."""
 
 import math
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oomguard._estimate import terms
+from oomguard._estimate.breakdown import estimate_batch, estimate_step
+from oomguard._estimate.target import CPU
 from oomguard._rnn.model import build, trainable
-from oomguard._spec.candidate import Candidate, make_candidate
+from oomguard._spec.candidate import Candidate, Candidates, make_candidate
 from oomguard._spec.spec import Optimizer, Spec
-from oomguard._step import make_optimizer
+from oomguard._step import make_optimizer, prepare, update
 
 SPECS = [
     Spec(cell="lstm", seq=5, features=3, hidden=8, layers=2),
@@ -54,6 +56,34 @@ def test_the_optimizers_state_is_as_large_as_pytorchs_after_a_step(optimizer: Op
     states = [value for state in running.state.values() for value in state.values()]
     counted = sum(value.nbytes for value in states if isinstance(value, torch.Tensor) and value.numel() > 1)
     assert terms.optimizer_bytes(spec, candidate) == pytest.approx(counted, rel=0.01)
+
+
+@pytest.mark.parametrize("fields", [{"optimizer": name} for name in TORCH_OPTIMIZERS] + [{"state_8bit": True}], ids=str)
+def test_the_largest_share_of_the_optimizers_state_is_that_of_the_first_process(fields: dict[str, Any]) -> None:
+    spec = Spec(cell="lstm", seq=5, features=64, hidden=64, optimizer=fields.get("optimizer", "adam"))
+    candidate, counted = make_candidate(spec, shards=3, state_8bit=fields.get("state_8bit")), list[int]()
+    for rank in range(3):
+        training = prepare(spec, candidate, rank=rank)
+        for parameter in trainable(training.model):
+            parameter.grad = torch.randn_like(parameter)
+        update(training, torch.zeros(()))
+        states = [value for state in training.optimizer.state.values() for value in state.values()]
+        counted.append(sum(value.nbytes for value in states if isinstance(value, torch.Tensor) and value.numel() > 1))
+    whole_bytes = terms.optimizer_bytes(spec, make_candidate(spec, state_8bit=fields.get("state_8bit")))
+    assert sum(counted) == pytest.approx(whole_bytes, rel=0.01)
+    assert terms.optimizer_bytes(spec, candidate) == pytest.approx(max(counted), rel=0.01)
+    if spec.optimizer != "adafactor":  # a share has the most elements, not the most rows and columns
+        assert counted[0] == max(counted)
+
+
+def test_shares_are_estimated_for_many_candidates_as_for_one() -> None:
+    spec = Spec(cell="gru", seq=50, features=8, hidden=96, layers=3, batch=8)
+    together = estimate_batch(spec, Candidates(microbatch=8, accumulation=1, shards=[1, 2, 3, 40]), CPU)
+    alone = [estimate_step(spec, make_candidate(spec, shards=shards), CPU) for shards in (1, 2, 3, 40)]
+    assert np.asarray(together.terms["optimizer"]).tolist() == [one.terms["optimizer"] for one in alone]
+    totals = np.asarray(together.total_bytes).tolist()
+    assert totals == [one.total_bytes for one in alone]
+    assert totals == sorted(totals, reverse=True)
 
 
 def test_eight_bit_states_take_about_a_quarter() -> None:

@@ -1,5 +1,6 @@
 """Several processes that train together get the weights of one, and none of them waits for ever."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -219,6 +220,7 @@ def test_a_resumed_run_repeats_the_dropout_of_an_uninterrupted_one(tmp_path: Pat
 
 
 SIZED = """
+import json
 import sys
 import numpy as np
 import torch
@@ -229,9 +231,8 @@ from oomguard._estimate.breakdown import margin_bytes
 from oomguard._estimate.target import CPU
 from plans import plan_of
 
-# one weight of 64 MiB, and passes and updates so small that copies of the gradients would set the peak
-fields = {"cell": "rnn", "seq": 1, "features": 8, "hidden": 4096, "batch": 2, "optimizer": "sgd"}
-plan = plan_of(rungs=((2, 1),), knobs={"update": "fused"}, **fields)
+knobs, fields = json.loads(sys.argv[2])
+plan = plan_of(rungs=((2, 1),), knobs=knobs, cell="rnn", seq=1, features=8, batch=2, **fields)
 data = np.zeros((8, 1, 9), dtype=np.float32)
 result = oomguard.train(plan, data, validation=0, normalise="none", run=sys.argv[1])
 estimate = estimate_step(plan.spec, plan.candidate, CPU)
@@ -240,7 +241,7 @@ print(result.peak_bytes, estimate.total_bytes + margin)
 """
 
 
-def peaks(run: Path, world: int) -> list[tuple[int, int]]:
+def peaks(run: Path, world: int, knobs: dict[str, Any], **fields: Any) -> list[tuple[int, int]]:
     """For each process of a training: its peak, and the estimate with its margin."""
     paths = f"{Path(__file__).parents[1]}:{Path(__file__).parents[2]}"
     common = ENVIRONMENT["tight"] | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(world)}
@@ -248,14 +249,17 @@ def peaks(run: Path, world: int) -> list[tuple[int, int]]:
     started = []
     for rank in range(world):
         own = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        words = [sys.executable, "-c", SIZED, str(run)]
+        words = [sys.executable, "-c", SIZED, str(run), json.dumps([knobs, fields])]
         started.append(subprocess.Popen(words, env=own, stdout=subprocess.PIPE, text=True))
     answers = [process.communicate(timeout=100)[0].split() for process in started]
     return [(int(peak_bytes), int(estimated_bytes)) for peak_bytes, estimated_bytes in answers]
 
 
 def test_exchanging_gradients_needs_no_memory_beyond_the_plan(tmp_path: Path) -> None:
-    [(alone_bytes, estimated_bytes)], both = peaks(tmp_path / "one", 1), peaks(tmp_path / "two", 2)
+    # one weight of 64 MiB, and passes and updates so small that copies of the gradients would set the peak
+    common: dict[str, Any] = {"knobs": {"update": "fused"}, "hidden": 4096, "optimizer": "sgd"}
+    [(alone_bytes, estimated_bytes)] = peaks(tmp_path / "one", 1, **common)
+    both = peaks(tmp_path / "two", 2, **common)
     most_bytes = max(peak_bytes for peak_bytes, _ in both)
     assert most_bytes <= estimated_bytes
     assert most_bytes < alone_bytes + 8 * MIB  # gloo itself takes about 3 MiB

@@ -24,17 +24,19 @@ from oomguard._train.task_data import TaskLoader
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore:The plan's peak was measured with")]
 
 
-def run_child(rank: int, port: int, own: TaskPlan, task: Task, folder: Path, options: dict[str, Any]) -> None:
+def run_child(
+    rank: int, port: int, own: TaskPlan | list[TaskPlan], task: Task, folder: Path, options: dict[str, Any]
+) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.manual_seed(rank)  # what is drawn before a training must not matter
-    result = train(own, task, folder / "two", **options)
+    result = train(own[rank] if isinstance(own, list) else own, task, folder / "two", **options)
     torch.save((weights(result.model), result.validation_loss), folder / f"{rank}.pt")
     os._exit(0)
 
 
-def run_two(own: TaskPlan, task: Task, folder: Path, **options: Any) -> list[Any]:
-    """The weights and the validation losses of two processes."""
+def run_two(own: TaskPlan | list[TaskPlan], task: Task, folder: Path, **options: Any) -> list[Any]:
+    """The weights and the validation losses of two processes, by one plan or by a plan for each."""
     context, port = multiprocessing.get_context("fork"), free_port()
     children = [context.Process(target=run_child, args=(rank, port, own, task, folder, options)) for rank in (0, 1)]
     for process in children:
