@@ -319,15 +319,15 @@ def make_explorer(
 ) -> "Explorer":
     """The explorer of a spec, a plan or a task. Arguments are those of `explore`."""
     from oomguard._explore.answers import SpecExplorer, settings_of
+    from oomguard._explore.task import TaskExplorer, check_has_task, task_settings
     from oomguard._plan.value import Plan
     from oomguard._report.subject import find_subject
 
     if isinstance(about, Task | str):
-        from oomguard._explore.task import TaskExplorer, task_settings
-
         settings, records = task_settings(about, measured, given)
         return TaskExplorer(about, settings, records, probes=allow_probes)
     if isinstance(about, Plan):
         about, measured = None, about
+    check_has_task(measured)
     subject = find_subject(about, measured=measured, **given)
     return SpecExplorer(settings_of(subject, given.get("budget")), subject.records, probes=allow_probes)

@@ -18,7 +18,7 @@ class Explorer(ABC):
     """Answers questions about one model, or one task. Probes run one at a time."""
 
     def __init__(self, settings: Settings, *, probes: bool = False) -> None:
-        self.settings, self.probes = settings, probes
+        self.settings, self.probes = dict(settings), probes
         self._lock = threading.Lock()
 
     @abstractmethod

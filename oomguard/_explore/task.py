@@ -5,6 +5,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from oomguard._core.errors import MisuseError, check_names, check_whole, flag, shown
@@ -324,6 +325,14 @@ def task_settings(
     knobs = {name: getattr(plan.candidate, name) for name in TURNED}
     where = {"device": plan.where.device, "budget": f"{plan.budget_bytes}B", "seq": plan.seq}
     return {name: value for name, value in (knobs | where | settings).items() if value is not None}, plan.records
+
+
+def check_has_task(measured: Any) -> None:
+    """Raise if this is the plan of a task, which does not contain the task."""
+    plan = load_plan(measured) if isinstance(measured, str | PathLike) and Path(measured).is_file() else measured
+    if isinstance(plan, TaskPlan):
+        rule, got = "The plan of a task is explored with its task", f"got the plan of {plan.task} alone"
+        raise MisuseError(rule=rule, got=got, advice=f"Add --model {plan.task}, or give the Task first.")
 
 
 def _first(task: Task | str, settings: Settings) -> Point:

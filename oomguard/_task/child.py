@@ -139,7 +139,7 @@ def answers(questions: list[dict[str, Any]]) -> list[Answer]:
 
 def _answer(batches: Batches, question: Question, runtime_bytes: int) -> Answer:
     rows = question.rows or (batches.samples and batches.samples.batch_size) or USUAL_ROWS
-    notes = [batches.samples.words] if batches.samples is not None else []
+    notes = [] if batches.samples is None else batches.samples.notes(rows)
     batch = batches.make(rows, question.steps)
     row_bytes = sum(tensor.nbytes for tensor in tensors_of(batch)) // rows
     step, why = _traced(batches, batch, question) if question.traced else (None, "the trace took too long")
