@@ -29,6 +29,7 @@ from oomguard._task.task import USUAL_ROWS, Task
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+    from oomguard._explore.explorer import Explorer
     from oomguard._explore.widget import ExplorerWidget
     from oomguard._keras.task import KerasModel
     from oomguard._plan.value import Plan
@@ -282,12 +283,14 @@ def curves(
 
 @takes(Spec)
 def explore(
-    about: "Plan | Spec | None" = None,
+    about: "Plan | Spec | Task | str | None" = None,
     *,
     device: str | None = None,
     budget: int | str | None = None,
     measured: Any = None,
     allow_probes: bool = False,
+    steps: int | None = None,
+    progress: bool = True,
     **fields: Unpack[Fields],
 ) -> "ExplorerWidget":
     """Explore trade-offs in a notebook: sliders for the model, its knobs, the device and the budget.
@@ -296,18 +299,35 @@ def explore(
     show measured peaks beside estimates. With `allow_probes`, a button runs a few real steps on this machine.
     Outside of notebooks, use the command `oomguard explore`.
 
+    A `Task`, or its name "package.module:task", is traced in a child process, first with `steps` time steps, or with
+    the longest samples of its data. `measured` is its plan. `progress` shows what is done before the widget appears.
+
     >>> explorer = explore(cell="lstm", seq=10_000, device="rtx-4090")
     >>> explorer.answer["verdict"]
     'Fits with 13.90 GiB to spare'
     """
-    given: dict[str, Any] = {**fields}
-    from oomguard._explore.answers import settings_of
-    from oomguard._explore.server import Explorer
     from oomguard._explore.widget import ExplorerWidget
+
+    given: dict[str, Any] = {"device": device, "budget": budget, "measured": measured, "allow_probes": allow_probes}
+    given |= {**fields} if steps is None else {**fields, "steps": steps}
+    with showing(progress):
+        return ExplorerWidget(make_explorer(about, **given))
+
+
+def make_explorer(
+    about: "Plan | Spec | Task | str | None" = None, *, measured: Any = None, allow_probes: bool = False, **given: Any
+) -> "Explorer":
+    """The explorer of a spec, a plan or a task. Arguments are those of `explore`."""
+    from oomguard._explore.answers import SpecExplorer, settings_of
+    from oomguard._explore.task import TaskExplorer, check_has_task, task_settings
     from oomguard._plan.value import Plan
     from oomguard._report.subject import find_subject
 
+    if isinstance(about, Task | str):
+        settings, records = task_settings(about, measured, given)
+        return TaskExplorer(about, settings, records, probes=allow_probes)
     if isinstance(about, Plan):
         about, measured = None, about
-    subject = find_subject(about, device=device, budget=budget, measured=measured, **given)
-    return ExplorerWidget(Explorer(settings_of(subject, budget), subject.records, probes=allow_probes))
+    check_has_task(measured)
+    subject = find_subject(about, measured=measured, **given)
+    return SpecExplorer(settings_of(subject, given.get("budget")), subject.records, probes=allow_probes)

@@ -17,6 +17,7 @@ from oomguard._core.progress import tell
 from oomguard._core.units import parse_seconds, read_budget
 from oomguard._data.options import DataOptions
 from oomguard._report.progress import following, search_status, showing
+from oomguard._spec.lengths import few_notes
 from oomguard._spec.read import read_spec
 from oomguard._spec.spec import MAX_SEQ, Spec
 from oomguard._task.task import Task
@@ -104,7 +105,9 @@ def find_feasible_config(
     with following(progress, search_status) as follow:
         tell("Estimating what fits")
         plan = find_plan(question, follow)
-    return plan if read is None else msgspec.structs.replace(plan, data=read)
+    if read is None:
+        return plan
+    return msgspec.structs.replace(plan, data=msgspec.structs.replace(read, notes=(*read.notes, *few_notes(plan.spec))))
 
 
 def _plan_task(

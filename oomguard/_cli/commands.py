@@ -4,6 +4,7 @@ import json as json_
 import os
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -19,7 +20,6 @@ from oomguard._core.progress import Status, tell
 from oomguard._core.units import read_budget
 from oomguard._keras.read import is_keras
 from oomguard._spec.read import PRESETS
-from oomguard._task.task import NAME
 
 if TYPE_CHECKING:  # imported where it is used, since --json does not need it
     from rich.console import Console
@@ -537,26 +537,28 @@ def _explore(*, plan: str | None = None, json: bool = False, **values: Any) -> A
     - oomguard explore plan.json
     - oomguard explore --preset char-lm --device rtx-4090 --port 8000
     - oomguard explore --model gru --seq 2000 --allow-probes
+    - oomguard explore --model package.module:task --seq 1000 --budget 6GiB
     """
-    name = values.get("model", "")
-    if NAME.fullmatch(name):
-        rule = "The explorer answers at once, which tracing a task does not"
-        advice = f"Compare settings of a task with oomguard tradeoffs --model {name}."
-        raise MisuseError(rule=rule, got=f"got --model {name}", advice=advice)
-    from oomguard._explore.answers import answer, settings_of
-    from oomguard._report.subject import find_subject
+    from oomguard._api.measure import make_explorer
 
     options = parsing.read_options(values, flags.EXPLORED)
     check_whole("port", options.get("port"), 0, 65_535)
-    arguments = parsing.read_table(values | ({} if plan is None else {"plan": plan}))
-    subject = find_subject(**arguments, budget=read_budget(values.get("budget")))
-    settings = settings_of(subject, values.get("budget"))
-    if json:
-        return Answer(json_.dumps(answer(settings, subject.records), indent=2) + "\n")
-    from oomguard._explore.server import Explorer, serve
+    name, knobs = parsing.read_task(values)
+    if name is not None and "ledger" in values:
+        raise conflict("The records of a task are in its plan", f"--model {name}", "--ledger")
+    if name is not None:
+        own = {key: values.get(key) for key in ("device", "budget")}
+        arguments = {"about": name, "measured": plan} | knobs | own
+    else:
+        arguments = parsing.read_table(values | ({} if plan is None else {"plan": plan}))
+        arguments = {"about": arguments.pop("spec"), "budget": values.get("budget")} | arguments
+    explorer = make_explorer(**arguments, allow_probes=options.get("allow_probes", False))
+    with closing(explorer):
+        if json:
+            return Answer(json_.dumps(explorer.whole_answer(explorer.settings), indent=2) + "\n")
+        from oomguard._explore.server import serve
 
-    explorer = Explorer(settings, subject.records, probes=options.get("allow_probes", False))
-    serve(explorer, options.get("port", 0), lambda address: say(f"Serving {address} until Ctrl-C"))
+        serve(explorer, options.get("port", 0), lambda address: say(f"Serving {address} until Ctrl-C"))
     return Answer("")
 
 

@@ -276,8 +276,11 @@ def _as_indices(values: Array, index: Index, nan: Nan, where: Locate) -> Ints:
     return numbers
 
 
-def wrong_value(place: str, value: Any, index: Index | None) -> MisuseError:
-    """The error for a number that is not finite (index None), or for what is not a token or a class."""
+def wrong_value(place: str, value: Any, index: Index | None, words: str | None = None) -> MisuseError:
+    """The error for a number that is not finite (index None), or for what is not a token or a class.
+
+    `words` tell the value.
+    """
     if index is None:
         rule, change = (
             "Numbers in the data must be finite",
@@ -288,4 +291,4 @@ def wrong_value(place: str, value: Any, index: Index | None) -> MisuseError:
         change = "use --nan drop (leave such sequences out); --nan zero is for numbers only"
         if isfinite(float(value)):
             change = f"change {index.flag}"
-    return MisuseError(rule=rule, got=f"{place} is {value}", advice=f"Correct the data, or {change}.")
+    return MisuseError(rule=rule, got=f"{place} is {words or value}", advice=f"Correct the data, or {change}.")

@@ -75,7 +75,8 @@ def open_table(path: Path, kind: str, spec: Spec, options: DataOptions) -> Array
         refused = options.nan == "error" or (options.nan == "zero" and part.range is not None)
         if refused and options.fill is None and part.file in about["nan"]:
             place, value = about["nan"][part.file]
-            raise source.wrong_value(place, value, part.range)
+            words = "empty or NaN" if value == "nan" else value  # an empty cell is read as NaN, too
+            raise source.wrong_value(place, value, part.range, words)
     inputs, targets = _map(home, parts[0], input_names), _map(home, parts[-1], target_names)
     facts = {"kind": kind, "path": str(path), "bytes": path.stat().st_size, "rows": len(inputs.array)}
     facts |= {"predicts": target_names, "content": fingerprint(path)}

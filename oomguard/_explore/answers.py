@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from oomguard._core.errors import Field, MisuseError, check_names, fields_of, flag
 from oomguard._core.units import format_bytes, read_budget
@@ -14,20 +15,21 @@ from oomguard._device.find import find_budget, find_target
 from oomguard._estimate.breakdown import Estimate, estimate_batch, estimate_step, margin_bytes
 from oomguard._estimate.cards import names as card_names
 from oomguard._estimate.target import Target
+from oomguard._explore.explorer import Explorer, Settings
 from oomguard._plan.advice import advise, in_flags
 from oomguard._plan.make import pareto_front
 from oomguard._predict.calibration import Calibration
 from oomguard._probe.record import Record
+from oomguard._probe.runner import Runner
 from oomguard._report.estimate import title, to_json
-from oomguard._report.subject import Subject
-from oomguard._report.words import candidate_words, peak_words
+from oomguard._report.subject import Subject, is_on
+from oomguard._report.words import candidate_words, peak_words, times
 from oomguard._search.space import segment_counts
 from oomguard._spec.candidate import KNOBS, Candidate, Candidates, make_candidate, serve
 from oomguard._spec.lengths import same_model
 from oomguard._spec.read import make_spec
 from oomguard._spec.spec import MAX_SEQ, Spec
 
-Settings = Mapping[str, Any]  # fields of a spec, knobs, device and budget, by their names
 SHOWN = ("cell", "hidden", "layers", "bidirectional", "features", "vocab", "optimizer", "seq", "batch")
 """The fields of a spec that the page has a control for. Other fields keep the value that the explorer began with."""
 TURNED = ("microbatch", "segments", "precision", "window")  # the knobs that it has a control for
@@ -66,6 +68,8 @@ def settings_of(subject: Subject, budget: int | str | None = None) -> dict[str, 
     if candidate.microbatch == spec.batch:
         del knobs["microbatch"]
     settings = {name: getattr(spec, name) for name in SHOWN} | _changed(spec, Spec) | knobs
+    if budget is None and subject.plan is not None:
+        budget = f"{subject.budget_bytes}B"
     where = {"device": subject.target.device, "budget": None if budget is None else str(budget)}
     return {name: value for name, value in (settings | where).items() if value is not None}
 
@@ -79,47 +83,58 @@ def answer(settings: Settings, records: Sequence[Record] = ()) -> dict[str, Any]
         return {"error": str(error)}
     margin = margin_bytes(question.spec, estimate, question.target)
     estimate = replace(estimate, budget_bytes=question.budget_bytes, margin_bytes=margin)
+    records = [one for one in records if is_on(one, question.target) and same_model(one.spec, question.spec)]
+    calibration = Calibration(question.spec, records, question.target)
+    safe_bytes = int(estimate.total_bytes + estimate.margin_bytes)
+    if calibration.records:
+        safe_bytes = calibration.predict(estimate)[0].safe_bytes
+    fits = estimate.runs and safe_bytes <= question.budget_bytes
+    words = f", by {times(len(records), 'probe')} of this model" if calibration.records else ""
     return {
+        "fits": bool(fits),
         "estimate": to_json(estimate),
         "title": title(question.spec, estimate),
-        "verdict": _verdict(estimate),
+        "verdict": verdict(estimate, safe_bytes) + words,
         "moment": peak_words(str(estimate.moment)),
-        "bars": _bars(estimate),
-        "advice": advise(question.spec, estimate, question.target),
-        "region": _region(question),
-        "front": _front(question, estimate),
+        "bars": bars({name: int(size) for name, size in estimate.terms.items()}, estimate),
+        "advice": [] if fits and not estimate.fits else advise(question.spec, estimate, question.target),
+        "region": _region(question, calibration),
+        "front": _front(question, estimate, calibration, records),
         "measured": [*_measured(question, records)],
+        "tracing": "",
         "copies": _copies(question, settings),
     }
 
 
-def _verdict(estimate: Estimate) -> str:
+def verdict(estimate: Estimate, safe_bytes: int) -> str:
+    """Whether an estimate fits with its margin, and by how much."""
     if not estimate.runs:
         return f"Cannot run: {estimate.engine} cannot run {int(estimate.steps):,} steps at once"
-    spare_bytes = int((estimate.budget_bytes or 0) - estimate.total_bytes - estimate.margin_bytes)
+    spare_bytes = int(estimate.budget_bytes or 0) - safe_bytes
     if spare_bytes >= 0:
         return f"Fits with {format_bytes(spare_bytes)} to spare"
     return f"Does not fit by {format_bytes(-spare_bytes)}"
 
 
-def _bars(estimate: Estimate) -> list[dict[str, Any]]:
-    """The terms by size, then the margin, each with its bytes; the whole is the larger of the need and the budget."""
-    terms = sorted(((int(size), name) for name, size in estimate.terms.items() if size), reverse=True)
-    rows = [(name, size) for size, name in terms] + [("margin", int(estimate.margin_bytes))]
+def bars(parts: Mapping[str, int], estimate: Estimate) -> list[dict[str, Any]]:
+    """The parts of a peak by size, then the margin, the total and the budget, each with its bytes."""
+    sizes = sorted(((int(size), name) for name, size in parts.items() if size), reverse=True)
+    rows = [(name, size) for size, name in sizes] + [("margin", int(estimate.margin_bytes))]
     totals = [("total", int(estimate.total_bytes)), ("budget", int(estimate.budget_bytes or 0))]
     return [{"name": name, "bytes": size, "text": format_bytes(size)} for name, size in rows + totals]
 
 
-def _region(question: Question) -> dict[str, Any]:
+def _region(question: Question, calibration: Calibration) -> dict[str, Any]:
     """For lengths and microbatches around those asked for: 2 fits as it is, 1 fits in segments, 0 does not fit."""
     spec = question.spec
     lengths = sorted({min(MAX_SEQ, max(1, round(spec.steps * share))) for share in LENGTHS})
     rows = sorted({*(1 << power for power in range(spec.batch.bit_length())), spec.batch})
-    cells = [_fitting(question, msgspec.structs.replace(spec, seq=steps, lengths=None), rows) for steps in lengths]
+    specs = [msgspec.structs.replace(spec, seq=steps, lengths=None) for steps in lengths]
+    cells = [_fitting(question, calibration, other, rows) for other in specs]
     return {"microbatches": rows, "lengths": lengths, "cells": cells}
 
 
-def _fitting(question: Question, spec: Spec, rows: list[int]) -> list[int]:
+def _fitting(question: Question, calibration: Calibration, spec: Spec, rows: list[int]) -> list[int]:
     counts = [1, *(segment_counts(spec.steps)[::4] if question.candidate.window is None else [])]
     window = question.candidate.window
     window = None if window is None else min(window, spec.steps)
@@ -130,15 +145,23 @@ def _fitting(question: Question, spec: Spec, rows: list[int]) -> list[int]:
         estimate = estimate_batch(spec, serve(spec, Candidates(**knobs)), question.target)
     except MisuseError:  # longer or wider than anything that can be estimated
         return [0] * len(rows)
-    within = np.asarray(estimate.runs & (estimate.total_bytes + estimate.margin_bytes <= question.budget_bytes))
+    within = np.asarray(estimate.runs & (_safe_bytes(calibration, spec, estimate) <= question.budget_bytes))
     table = np.broadcast_to(within, sizes.shape).reshape(len(rows), len(counts))
     return [2 if row[0] else int(row.any()) for row in table]
 
 
-def _front(question: Question, now: Estimate) -> dict[str, Any]:
-    """The candidates that fit and that no other one beats in memory and speed, and the present one among them.
+def _safe_bytes(calibration: Calibration, spec: Spec, estimate: Estimate) -> NDArray[np.int64]:
+    """The peaks of candidates with their margins, as probes correct them, if there are any."""
+    if not calibration.records:
+        return np.asarray(estimate.total_bytes + estimate.margin_bytes)
+    peak_bytes, margins_bytes = calibration.of(spec).predict_memory(estimate)
+    return peak_bytes + margins_bytes
 
-    Nothing was measured, so speeds are shares of the fastest one's.
+
+def _front(question: Question, now: Estimate, calibration: Calibration, records: Sequence[Record]) -> dict[str, Any]:
+    """The candidates that fit and that no other one beats in memory and speed, the present one, and those measured.
+
+    Speeds are shares of the fastest one's: guesses, as long as nothing was measured.
     """
     spec, target = question.spec, question.target
     sizes = sorted({*(max(1, round(spec.batch / passes)) for passes in (1, 2, 3, 4, 6, 8, 16, 32, 64)), 1})
@@ -147,24 +170,30 @@ def _front(question: Question, now: Estimate) -> dict[str, Any]:
     knobs = msgspec.structs.asdict(question.candidate) | {"accumulation": None}
     candidates = serve(spec, Candidates(**knobs | {"microbatch": rows, "segments": pieces}))
     estimate = estimate_batch(spec, candidates, target)
-    calibration = Calibration(spec, (), target)
     seconds = calibration.predict_time(estimate)[0]
     own = float(calibration.predict_time(estimate_batch(spec, _alone(question.candidate), target))[0][0])
-    peaks, safe = np.asarray(estimate.total_bytes), np.asarray(estimate.total_bytes + estimate.margin_bytes)
+    peaks, safe = np.asarray(estimate.total_bytes), _safe_bytes(calibration, spec, estimate)
     fits = np.flatnonzero(np.asarray(estimate.runs) & (safe <= question.budget_bytes))
     best = fits[pareto_front(peaks[fits], seconds[fits])] if len(fits) else fits
-    fastest = float(min([own, *seconds[best]]))
-    points = [
-        {
-            "peak_bytes": int(peaks[row]),
-            "text": format_bytes(int(peaks[row])),
-            "speed": fastest / float(seconds[row]),
-            "knobs": {"microbatch": int(rows[row]), "segments": int(pieces[row])},
-        }
-        for row in sorted(best.tolist(), key=lambda row: int(peaks[row]))
-    ]
-    present = {"peak_bytes": int(now.total_bytes), "text": format_bytes(int(now.total_bytes)), "speed": fastest / own}
-    return {"points": points, "now": present}
+    ran = [one for one in records if one.spec == spec and one.peak_bytes and one.seconds_per_step]
+    fastest = float(min([own, *seconds[best], *(one.seconds_per_step or own for one in ran)]))
+
+    def point(peak_bytes: int, its_seconds: float, **more: Any) -> dict[str, Any]:
+        size = {"peak_bytes": peak_bytes, "text": format_bytes(peak_bytes)}
+        return {**size, "speed": fastest / its_seconds, **more}
+
+    ordered = sorted(best.tolist(), key=lambda row: int(peaks[row]))
+    chosen = [{"microbatch": int(rows[row]), "segments": int(pieces[row])} for row in ordered]
+    return {
+        "points": [
+            point(int(peaks[row]), float(seconds[row]), knobs=knobs) for row, knobs in zip(ordered, chosen, strict=True)
+        ],
+        "now": point(int(now.total_bytes), own),
+        "ran": [
+            point(one.peak_bytes or 0, one.seconds_per_step or own, words=candidate_words(one.candidate)) for one in ran
+        ],
+        "probes": len(calibration.own),
+    }
 
 
 def _alone(candidate: Candidate) -> Candidates:
@@ -173,9 +202,9 @@ def _alone(candidate: Candidate) -> Candidates:
 
 
 def _measured(question: Question, records: Sequence[Record]) -> Iterator[dict[str, Any]]:
-    """The records of the same model, beside the estimate of what they ran."""
+    """Records, beside the estimate of what they ran."""
     for record in records:
-        if record.peak_bytes is None or not same_model(record.spec, question.spec):
+        if record.peak_bytes is None:
             continue
         estimate = estimate_step(record.spec, record.candidate, question.target)
         yield {
@@ -191,15 +220,18 @@ def _measured(question: Question, records: Sequence[Record]) -> Iterator[dict[st
 def _copies(question: Question, settings: Settings) -> dict[str, str]:
     """The settings as a command, as Python and as the file of a spec."""
     spec, knobs = _changed(question.spec, Spec), _changed(question.candidate, Candidate)
-    knobs = {name: value for name, value in knobs.items() if name != "accumulation" and settings.get(name)}
-    where = {name: settings[name] for name in NO_MODEL if settings.get(name) not in (None, "", "cpu")}
+    given = {name for name, value in settings.items() if value not in (None, "")}
+    knobs = {name: value for name, value in knobs.items() if name != "accumulation" and name in given}
+    where = {name: settings[name] for name in NO_MODEL if name in given and settings[name] != "cpu"}
     model = {"model" if name == "cell" else name: value for name, value in spec.items() if name != "lengths"}
-    command = f"oomguard estimate {in_flags(**model, **knobs, **where)}"
+    switched_off = {f"no_{name}": True for name, value in knobs.items() if value is False}
+    left = {name: value for name, value in knobs.items() if value is not False}
+    command = f"oomguard estimate {in_flags(**model, **left, **switched_off, **where)}"
     if question.spec.lengths is not None:
         pairs = (f"{steps}:{count}" for steps, count in question.spec.lengths.items())
         command += f" {flag('lengths')} {','.join(pairs)}"
     arguments = ", ".join(f"{name}={value!r}" for name, value in {**spec, **knobs, **where}.items())
-    lines = [f"{name} = {_toml(value)}" for name, value in spec.items()]
+    lines = [f"{name} = {toml_value(value)}" for name, value in spec.items()]
     return {"command": command, "python": f"oomguard.estimate({arguments})", "toml": "\n".join(lines)}
 
 
@@ -213,7 +245,8 @@ def _changed(value: msgspec.Struct, struct: type[msgspec.Struct]) -> dict[str, A
     return {name: field for name, field in fields.items() if field != usual[name]}
 
 
-def _toml(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """A value as TOML has it."""
     if isinstance(value, dict):
         return "{" + ", ".join(f'"{key}" = {number}' for key, number in value.items()) + "}"
     return json.dumps(value)
@@ -222,12 +255,18 @@ def _toml(value: Any) -> str:
 def controls() -> list[dict[str, Any]]:
     """The controls of the page, from the fields of a spec and the table of knobs."""
     fields = fields_of(Spec)
-    own = [_control(fields[name]) for name in SHOWN] + [_control(KNOBS[name].field) for name in TURNED]
+    own = [control_of(fields[name]) for name in SHOWN] + [control_of(KNOBS[name].field) for name in TURNED]
+    return [*own, *places()]
+
+
+def places() -> list[dict[str, Any]]:
+    """The controls of the device and of the budget."""
     device = {"name": "device", "kind": "choice", "choices": ["cpu", *card_names()], "optional": False}
-    return [*own, device, {"name": "budget", "kind": "text", "optional": True}]
+    return [device, {"name": "budget", "kind": "text", "optional": True}]
 
 
-def _control(field: Field) -> dict[str, Any]:
+def control_of(field: Field) -> dict[str, Any]:
+    """The control of a field."""
     control: dict[str, Any] = {"name": field.name, "kind": "text", "optional": field.optional}
     if field.name == "microbatch":
         control["optional"] = True  # the batch
@@ -239,3 +278,24 @@ def _control(field: Field) -> dict[str, Any]:
         high = REACH.get(field.name)
         return control | {"kind": "number", "low": field.bounds.low, "most": field.bounds.high, "high": high}
     return control
+
+
+class SpecExplorer(Explorer):
+    """Answers questions about a spec by arithmetic."""
+
+    def __init__(self, settings: Settings, records: Sequence[Record] = (), *, probes: bool = False) -> None:
+        super().__init__(settings, probes=probes)
+        self.records = [*records]
+
+    def controls(self) -> list[dict[str, Any]]:
+        return controls()
+
+    def answer(self, settings: Settings) -> dict[str, Any]:
+        return answer(settings, self.records)
+
+    def probe(self, settings: Settings) -> Record:
+        question = read_question(settings)
+        with Runner(question.target.device) as runner:
+            record = runner.probe(question.spec, question.candidate, budget_bytes=question.budget_bytes)
+        self.records.append(record)
+        return record

@@ -43,7 +43,7 @@ function addControl(form, control, settings, changed) {
     if (control.optional) select.append(make("option", { value: "" }, "default"));
     select.append(...control.choices.map((choice) => make("option", { value: choice }, choice)));
     select.value = value ?? (control.optional ? "" : control.choices[0]);
-    select.addEventListener("change", () => set(select.value));
+    select.addEventListener("change", () => set(control.choices.find((choice) => String(choice) === select.value) ?? ""));
     row.append(select);
   } else if (control.kind === "switch") {
     const box = make("input", { id, name: control.name, type: "checkbox" });
@@ -77,11 +77,11 @@ function addControl(form, control, settings, changed) {
 }
 
 // The terms as bars beside the budget. The longest bar is the larger of need and budget.
-function showBars(place, bars) {
+function showBars(place, { bars, fits }) {
   const sizes = Object.fromEntries(bars.map((bar) => [bar.name, bar.bytes]));
   const longest = Math.max(sizes.total + sizes.margin, sizes.budget, 1);
   place.replaceChildren(...bars.map((bar) => {
-    const fill = make("i"), over = bar.name === "total" && sizes.total + sizes.margin > sizes.budget;
+    const fill = make("i"), over = bar.name === "total" && !fits;
     fill.style.width = `${(100 * bar.bytes) / longest}%`;
     const row = make("tr", { "data-term": bar.name, class: over ? "over" : "" });
     row.append(make("th", { scope: "row" }, bar.name), make("td", { class: "r" }, bar.text), make("td", { class: "fill", "aria-hidden": "true" }, fill));
@@ -97,10 +97,10 @@ function showRegion(place, region, settings, choose) {
   const body = region.lengths.map((steps, line) => {
     const cells = region.cells[line].map((fits, column) => {
       const rows = region.microbatches[column];
-      const here = steps === settings.seq && rows === (settings.microbatch ?? settings.batch);
+      const here = (region.fixed || steps === settings.seq) && rows === (settings.microbatch ?? settings.batch);
       const words = `${whole(rows)} × ${whole(steps)} ${WORDS[fits]}`;
       const button = make("button", { type: "button", class: `fit${fits}${here ? " here" : ""}`, title: words, "aria-label": words }, ["–", "◐", "●"][fits]);
-      button.addEventListener("click", () => choose({ seq: steps, microbatch: rows }));
+      button.addEventListener("click", () => choose({ microbatch: rows, ...(region.fixed ? {} : { seq: steps }) }));
       return make("td", {}, button);
     });
     return make("tr", {}, make("th", { scope: "row" }, whole(steps)), ...cells);
@@ -109,14 +109,14 @@ function showRegion(place, region, settings, choose) {
 }
 
 // Speed against memory: the front, and where the present settings are.
-function showFront(place, { points, now }, choose) {
+function showFront(place, { points, now, ran, probes }, choose) {
   const width = 480, height = 240, left = 46, bottom = 34, right = 12, top = 10;
-  const peaks = [...points.map((point) => point.peak_bytes), now.peak_bytes];
+  const peaks = [...points, ...ran, now].map((point) => point.peak_bytes);
   const [low, high] = [Math.min(...peaks) / 1.1, Math.max(...peaks) * 1.1];
   const x = (bytes) => left + ((width - left - right) * Math.log(bytes / low)) / Math.log(high / low);
   const y = (speed) => height - bottom - (height - bottom - top) * Math.min(speed, 1);
   const answer = points.length ? `${points.length} candidates fit and are beaten by none, from ${points[0].text} at ${Math.round(100 * points[0].speed)} % of the speed to ${points.at(-1).text} at ${Math.round(100 * points.at(-1).speed)} %.` : "No candidate fits.";
-  const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": answer });
+  const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": answer });
   for (const share of [0, 0.5, 1]) {
     svg.append(draw("line", { x1: left, x2: width - right, y1: y(share), y2: y(share), class: "grid" }));
     svg.append(draw("text", { x: left - 6, y: y(share) + 4, "text-anchor": "end" }, `${100 * share} %`));
@@ -136,10 +136,14 @@ function showFront(place, { points, now }, choose) {
   for (const point of points) {
     const { microbatch, segments } = point.knobs;
     const words = `microbatch ${whole(microbatch)}, ${segments > 1 ? `${whole(segments)} segments` : "no segments"}: ${point.text}`;
-    dot(point, "point", words).addEventListener("click", () => choose(point.knobs));
+    const circle = dot(point, "point", words);
+    for (const [name, value] of Object.entries({ role: "button", tabindex: 0, "aria-label": words })) circle.setAttribute(name, value);
+    circle.addEventListener("click", () => choose(point.knobs));
+    circle.addEventListener("keydown", ({ key }) => (key === "Enter" || key === " ") && choose(point.knobs));
   }
+  for (const record of ran) dot(record, "ran", `measured, ${record.words}: ${record.text}`);
   dot(now, "now", `now: ${now.text}`);
-  place.replaceChildren(svg, make("p", { class: "soft" }, `${answer} Speeds are guesses, as shares of the fastest: nothing was run.`));
+  place.replaceChildren(svg, make("p", { class: "soft" }, `${answer} ${probes ? `Speeds are shares of the fastest, learned from ${probes} probe${probes > 1 ? "s" : ""}. ${ran.length ? "A ring is what was measured of this model, length and batch." : ""}` : "Speeds are guesses, as shares of the fastest: nothing was run."}`));
 }
 
 function showMeasured(place, measured) {
@@ -151,7 +155,9 @@ function showMeasured(place, measured) {
 }
 
 function showCopies(place, copies) {
-  place.replaceChildren(...Object.entries({ "Command line": copies.command, Python: copies.python, "spec.toml": copies.toml }).flatMap(([name, text]) => {
+  const kinds = { command: "Command line", python: "Python", toml: "spec.toml", jobs: "jobs.toml, for oomguard fleet" };
+  place.replaceChildren(...Object.entries(copies).flatMap(([kind, text]) => {
+    const name = kinds[kind];
     const button = make("button", { type: "button" }, "Copy"), content = make("pre", {}, text);
     button.addEventListener("click", () => copy(text, content, button));
     return [make("div", { class: "copied" }, make("span", {}, name), button), content];
@@ -177,9 +183,10 @@ function mount(place, { ask, controls, settings, probes, told = () => {} }) {
   const bars = make("tbody"), region = make("table", { class: "region" }), front = make("div"), advice = make("ul");
   const copies = make("div"), measured = make("div"), probed = make("p", { class: "soft", role: "status" });
   const section = (name, ...parts) => make("section", {}, make("h3", {}, name), ...parts);
-  const answers = make("div", { class: "answers" }, title, verdict, moment, make("table", { class: "bars" }, bars),
+  const speed = section("How much memory does speed need?", front), tracing = make("p", { class: "soft tracing" });
+  const answers = make("div", { class: "answers" }, title, verdict, moment, tracing, make("table", { class: "bars" }, bars),
     section("Advice", advice), section("Which microbatches and lengths fit?", make("div", { class: "scroll" }, region), make("p", { class: "soft" }, "● fits as it is, ◐ fits in segments, – does not fit. Choose a cell to go there.")),
-    section("How much memory does speed need?", front), measured, section("Take it with you", copies));
+    speed, measured, section("Take it with you", copies));
   if (probes) {
     const button = make("button", { type: "button" }, "Measure this");
     button.addEventListener("click", () => measure(button));
@@ -188,16 +195,23 @@ function mount(place, { ask, controls, settings, probes, told = () => {} }) {
   place.classList.add("explorer");
   place.replaceChildren(form, answers);
 
-  let waiting = false, again = false;
-  async function refresh() {
+  let waiting = false, again = false, timer;
+  function refresh() {
     for (const row of rows) row.refresh?.();
     told(settings);
+    update();
+  }
+
+  async function update() {
+    clearTimeout(timer);
     if (waiting) { again = true; return; } // only the newest settings are asked about
     waiting = true;
     try {
       do {
         again = false;
-        show(await ask("answer", { ...settings }));
+        const reply = await ask("answer", { ...settings });
+        show(reply);
+        if (reply.tracing && place.isConnected) timer = setTimeout(update, 500); // there will be more to show
       } while (again);
     } catch (error) {
       show({ error: `The explorer does not answer any more (${error.message}). Start it again.` });
@@ -208,13 +222,15 @@ function mount(place, { ask, controls, settings, probes, told = () => {} }) {
 
   function show(answer) {
     answers.classList.toggle("stale", Boolean(answer.error));
-    verdict.classList.toggle("over", Boolean(answer.error) || !answer.estimate.fits);
+    verdict.classList.toggle("over", Boolean(answer.error) || !answer.fits);
+    tracing.textContent = answer.tracing ?? "";
     if (answer.error) { verdict.textContent = answer.error; return; }
     [title.textContent, verdict.textContent, moment.textContent] = [answer.title, answer.verdict, answer.moment];
-    showBars(bars, answer.bars);
-    advice.replaceChildren(...(answer.advice.length ? answer.advice : ["There is nothing to improve."]).map((line) => make("li", {}, line)));
+    showBars(bars, answer);
+    advice.replaceChildren(...(answer.advice.length ? answer.advice : [answer.fits ? "There is nothing to improve." : "No single change that is known makes it fit."]).map((line) => make("li", {}, line)));
     showRegion(region, answer.region, settings, choose);
-    showFront(front, answer.front, choose);
+    speed.hidden = !answer.front; // nothing is known of the speed of a task
+    if (answer.front) showFront(front, answer.front, choose);
     showMeasured(measured, answer.measured);
     showCopies(copies, answer.copies);
   }

@@ -4,8 +4,7 @@ import base64
 import hashlib
 import json
 import secrets
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,7 @@ import msgspec
 from jinja2 import Environment, FileSystemLoader
 
 from oomguard._core.errors import MisuseError
-from oomguard._core.units import format_bytes, format_seconds
-from oomguard._explore.answers import Settings, answer, controls, read_question
-from oomguard._probe.record import Record
-from oomguard._probe.runner import Runner
+from oomguard._explore.explorer import Explorer, Settings
 from oomguard._report.page import STYLE
 
 FOLDER = Path(__file__).parent
@@ -28,40 +24,6 @@ MISSING = MisuseError(
     got="they are not installed",
     advice="Run pip install 'oomguard[explore]'.",
 )
-
-
-class Explorer:
-    """Answers the requests of pages: estimates, and probes where they are allowed. Probes run one at a time."""
-
-    def __init__(self, settings: Settings, records: Sequence[Record] = (), *, probes: bool = False) -> None:
-        self.settings, self.probes = settings, probes
-        self.records = [*records]
-        self._lock = threading.Lock()
-
-    def answer(self, settings: Settings) -> dict[str, Any]:
-        return answer(settings, self.records)
-
-    def measure(self, settings: Settings) -> dict[str, Any]:
-        """Run a few real steps on this machine, and keep the record."""
-        if not self.probes:
-            return {"error": "Start the explorer with --allow-probes to measure."}
-        if not self._lock.acquire(blocking=False):
-            return {"error": "Another measurement is running."}
-        try:
-            question = read_question(settings)
-            with Runner(question.target.device) as runner:
-                record = runner.probe(question.spec, question.candidate, budget_bytes=question.budget_bytes)
-        except MisuseError as error:
-            return {"error": str(error)}
-        finally:
-            self._lock.release()
-        self.records.append(record)
-        words = f"{record.verdict.name}"
-        if record.peak_bytes is not None:
-            words += f", measured peak {format_bytes(record.peak_bytes)}"
-        if record.seconds_per_step is not None:
-            words += f", {format_seconds(record.seconds_per_step)} a step"
-        return {"words": words, "record": msgspec.to_builtins(record)}
 
 
 @cache
@@ -81,7 +43,7 @@ def page(explorer: Explorer) -> tuple[str, str]:
     code = script() + (FOLDER / "page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
     policy = f"default-src 'none'; connect-src 'self'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'"
-    data = {"controls": controls(), "settings": explorer.settings, "probes": explorer.probes}
+    data = {"controls": explorer.controls(), "settings": explorer.settings, "probes": explorer.probes}
     text = json.dumps(data).replace("<", "\\u003c")
     template = Environment(loader=FileSystemLoader(FOLDER), autoescape=True).get_template("page.html.j2")
     whole = template.render(style=STYLE.read_text(encoding="utf-8") + style(), script=code, data=text)

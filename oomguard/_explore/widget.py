@@ -3,8 +3,8 @@
 from typing import Any
 
 from oomguard._core.errors import MisuseError
-from oomguard._explore.answers import controls
-from oomguard._explore.server import Explorer, script, style
+from oomguard._explore.explorer import Explorer
+from oomguard._explore.server import script, style
 
 try:
     import anywidget
@@ -41,14 +41,15 @@ class ExplorerWidget(anywidget.AnyWidget):
     data = traitlets.Dict().tag(sync=True)
 
     def __init__(self, explorer: Explorer) -> None:
-        super().__init__(data={"controls": controls(), "settings": dict(explorer.settings), "probes": explorer.probes})
+        settings = dict(explorer.settings)
+        super().__init__(data={"controls": explorer.controls(), "settings": settings, "probes": explorer.probes})
         self._explorer = explorer
         self.on_msg(self._reply)
 
     @property
     def answer(self) -> dict[str, Any]:
         """What the explorer shows at first."""
-        return self._explorer.answer(self._explorer.settings)
+        return self._explorer.whole_answer(self._explorer.settings)
 
     def _reply(self, _: Any, message: dict[str, Any], __: Any) -> None:
         reply = self._explorer.measure if message.get("kind") == "measure" else self._explorer.answer

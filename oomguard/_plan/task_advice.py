@@ -1,6 +1,7 @@
 """Advice on a task: what segments and smaller microbatches would save, by traces in the child that estimates it."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +32,7 @@ def estimate_and_advise(
     """Estimate a task, and say in sentences which knob helps. `splits`: microbatches keep the gradient of the batch."""
     knobs = {"microbatch": USUAL_ROWS} | knobs
     check_counted(Candidate(**knobs))
-    changes = _changes(knobs, steps, splits) if training else []
+    changes = changes_of(knobs, steps, splits) if training else []
     how: dict[str, Any] = {"steps": steps, "allocator": knobs.get("allocator"), "seconds": seconds}
     with Asker(task, target, **how, until=time.monotonic() + seconds) as asker:
         answers = asker.trace([knobs | change | {"training": training} for change in ({}, *changes)])
@@ -39,10 +40,10 @@ def estimate_and_advise(
         replace(to_estimate(answer, Candidate(**knobs | change), target), budget_bytes=budget_bytes)
         for answer, change in zip(answers, ({}, *changes), strict=False)  # traces that would take long are left out
     ]
-    return made[0], _words(made[0], [*zip(changes, made[1:], strict=False)])
+    return made[0], advice_words(made[0], [*zip(changes, made[1:], strict=False)])
 
 
-def _changes(knobs: dict[str, Any], steps: int, splits: bool) -> list[dict[str, Any]]:
+def changes_of(knobs: dict[str, Any], steps: int, splits: bool) -> list[dict[str, Any]]:
     """Knobs to try, the cheapest first: more segments, then fewer rows, then both."""
     own, rows, passes = knobs.get("segments", 1), knobs["microbatch"], knobs.get("accumulation", 1)
     pieces = [{"segments": count} for count in SEGMENTS if count > own and 2 * count <= steps]
@@ -53,10 +54,10 @@ def _changes(knobs: dict[str, Any], steps: int, splits: bool) -> list[dict[str, 
     return [*pieces, *fewer, *([pieces[-1] | fewer[-1]] if pieces and fewer else [])]
 
 
-def _words(now: Estimate, tried: list[tuple[dict[str, Any], Estimate]]) -> list[str]:
+def advice_words(now: Estimate, tried: Sequence[tuple[dict[str, Any], Estimate]]) -> list[str]:
     """The first change of each kind that makes it fit; without any, the one that saves most, if it is worth it."""
     useful = [(change, less) for change, less in tried if less.total_bytes < (1 - WORTH) * now.total_bytes]
-    enough = [(change, less) for change, less in useful if less.fits and not now.fits]
+    enough = [(change, less) for change, less in tried if less.fits and not now.fits]
     kinds = [{"segments"}, {"microbatch", "accumulation"}, {"segments", "microbatch", "accumulation"}]
     lines = list[str]()
     for kind in kinds:

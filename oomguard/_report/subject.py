@@ -278,7 +278,7 @@ def _read_measured(measured: Any) -> tuple[tuple[Record, ...], Plan | None]:
 
 def _records_on(records: tuple[Record, ...], target: Target) -> tuple[Record, ...]:
     """The records that were measured on such a device; raises if there are records but none is from it."""
-    own = tuple(record for record in records if _is_on(record, target))
+    own = tuple(record for record in records if is_on(record, target))
     if records and not own:
         titles = sorted({record.title or record.device for record in records})
         raise MisuseError(
@@ -289,7 +289,7 @@ def _records_on(records: tuple[Record, ...], target: Target) -> tuple[Record, ..
     return own
 
 
-def _is_on(record: Record, target: Target) -> bool:
+def is_on(record: Record, target: Target) -> bool:
     if not target.cuda or record.device == "cpu":
         return not target.cuda and record.device == "cpu"
     try:

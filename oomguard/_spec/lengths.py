@@ -61,3 +61,11 @@ def model_of(spec: Spec) -> Spec:
 def same_model(spec: Spec, other: Spec) -> bool:
     """Whether two specs differ only in the number and length of their sequences."""
     return model_of(spec) == model_of(other)
+
+
+def few_notes(spec: Spec) -> list[str]:
+    """A sentence if the data of a spec have fewer sequences than its batch."""
+    count = sum((spec.lengths or {}).values())
+    if not 0 < count < spec.batch:
+        return []
+    return [f"A step has at most {count:,} sequences, since there are fewer than the batch of {spec.batch:,}."]

@@ -67,6 +67,7 @@ class Asker(AbstractContextManager["Asker", None]):
         self._child: Elsewhere | None = None
         self._doing = ""  # what the child does, in words
         self._rows = 0  # rows of the largest batch that the child has samples for
+        self._steps = steps  # the length of those samples
 
     def trace(self, runs: Sequence[dict[str, Any]]) -> "list[Answer]":
         """Trace steps, each described by its knobs and `training`.
@@ -117,11 +118,11 @@ class Asker(AbstractContextManager["Asker", None]):
         if self._child is None:
             self._child, self._rows = Elsewhere(self._variables), 0
         try:
-            if rows > self._rows:
+            if rows > self._rows or (self.steps != self._steps and self._sends_samples):
                 tell("Starting a process with PyTorch and your code, and trying a tiny step")
                 begin = send(self.task, rows, self.steps), self.steps, Cpu().budget().left_bytes
                 self._child.call("oomguard._task.child", "begin", *begin, seconds=seconds)
-                self._rows = MAX_BATCH if isinstance(self.task, str) or self.task.data is None else rows
+                self._rows, self._steps = rows if self._sends_samples else MAX_BATCH, self.steps
             tell(self._doing)
             left = until - time.monotonic()
             return self._child.call(f"oomguard._task.{module}", function, *arguments, seconds=left)
@@ -133,6 +134,16 @@ class Asker(AbstractContextManager["Asker", None]):
             advice = "Run the loss on one small batch to see why; it may have run out of memory."
             got = f"its process ended early ({error or 'out of memory'})"
             raise MisuseError(rule="A task must survive a tiny step", got=got, advice=advice) from None
+
+    @property
+    def _sends_samples(self) -> bool:
+        """Whether the child is given the samples of a batch. Otherwise it makes batches itself."""
+        return not isinstance(self.task, str) and self.task.data is not None
+
+    def kill(self) -> None:
+        """End the child at once. May be called while another thread waits for it."""
+        if self._child is not None:
+            self._child.kill()
 
     def close(self) -> None:
         """End the child, if there is one."""

@@ -74,6 +74,11 @@ class Samples:
             return f"Samples are equally long, by {looked}."
         return f"The longest of {looked} has {self.longest:,} steps."
 
+    def notes(self, rows: int) -> list[str]:
+        """Sentences on the samples of a batch of so many rows."""
+        few = f"A batch of {rows:,} rows has some of the {self.total:,} samples more than once."
+        return [self.words, *([few] if rows > self.total else [])]
+
     def nearest(self, rows: int, steps: int | None) -> list[int]:
         """Indices of so many samples: those closest to a length, or the longest. Few samples are repeated."""
         goal = self.longest if steps is None else steps

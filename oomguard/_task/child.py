@@ -53,6 +53,7 @@ class Answer:
     row_bytes: int  # bytes of a row of the batch
     layout: Layout  # where a batch holds its rows
     time: Layout  # where it holds its time steps, if the loss is computed piece by piece
+    longest: int | None  # steps of the longest sample; 0 if all are equally long, None if a function makes any length
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,7 @@ def answers(questions: list[dict[str, Any]]) -> list[Answer]:
 
 def _answer(batches: Batches, question: Question, runtime_bytes: int) -> Answer:
     rows = question.rows or (batches.samples and batches.samples.batch_size) or USUAL_ROWS
-    notes = [batches.samples.words] if batches.samples is not None else []
+    notes = [] if batches.samples is None else batches.samples.notes(rows)
     batch = batches.make(rows, question.steps)
     row_bytes = sum(tensor.nbytes for tensor in tensors_of(batch)) // rows
     step, why = _traced(batches, batch, question) if question.traced else (None, "the trace took too long")
@@ -148,7 +149,7 @@ def _answer(batches: Batches, question: Question, runtime_bytes: int) -> Answer:
     if not step.cells and not batches.task.piecewise:
         notes.append("The model has no recurrent calls that segments could reach: they will not help.")
     facts: dict[str, Any] = {"runtime_bytes": runtime_bytes, "row_bytes": row_bytes, "layout": batches.layout}
-    facts["time"] = time_of(batches)
+    facts |= {"time": time_of(batches), "longest": None if batches.samples is None else batches.samples.longest}
     return Answer(step=step, rows=rows, notes=tuple(notes), **facts)
 
 

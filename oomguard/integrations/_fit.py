@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from oomguard._api.plan import find_feasible_config
 from oomguard._batch import Rows, map_leaves
 from oomguard._core.errors import MisuseError
-from oomguard._core.units import read_budget
+from oomguard._core.units import format_bytes, read_budget
 from oomguard._device.find import Device, open_device
 from oomguard._estimate.malloc import ENVIRONMENT
 from oomguard._guard import DONE, Guard, check_room, layout_of
@@ -100,10 +100,21 @@ def plan_here(
     plan = find_feasible_config(task, budget=less, **question)
     if less is not None and budget_bytes is not None:
         extra_bytes = _held_here(here, plan, module)
+        check_held(extra_bytes, less)
         if plan.peak_bytes + plan.expected.margin_bytes + extra_bytes > less:
-            plan = find_feasible_config(task, budget=max(1, less - extra_bytes), **question)
+            plan = find_feasible_config(task, budget=less - extra_bytes, **question)
         plan = msgspec.structs.replace(plan, budget_bytes=budget_bytes, asked_budget_bytes=budget_bytes)
     return plan
+
+
+def check_held(extra_bytes: int, budget_bytes: int) -> None:
+    """Raise if what this process holds beside libraries and module leaves nothing of the budget for training."""
+    if extra_bytes >= budget_bytes:
+        raise MisuseError(
+            rule=f"Training must stay within {format_bytes(budget_bytes)}",
+            got=f"this process already holds {format_bytes(extra_bytes)} beside PyTorch and the model",
+            advice="Raise the budget, or free what it holds, such as data that could stay on disk.",
+        )
 
 
 def _held_here(device: Device, plan: TaskPlan, module: nn.Module) -> int:

@@ -221,7 +221,7 @@ def test_a_polars_frame_is_read_like_its_file(tmp_path: Path) -> None:
 
 
 def test_errors_about_a_table_in_memory_name_no_file() -> None:
-    with pytest.raises(MisuseError, match="must be finite, but the table, row 2, column 'x' is nan"):
+    with pytest.raises(MisuseError, match="must be finite, but the table, row 2, column 'x' is empty or NaN"):
         read(pandas.DataFrame({"x": [1.0, float("nan")], "y": [1.0, 2.0]}), {"seq": 2}, target="y")
 
 
@@ -283,7 +283,7 @@ def test_what_was_cut_around_missing_values_is_told(tmp_path: Path) -> None:
 
 def test_a_missing_value_is_an_error_with_ways_out(tmp_path: Path) -> None:
     with pytest.raises(
-        MisuseError, match=r"row 2, column 'x' is nan.*--fill forward, mean, zero or drop, or --nan cut"
+        MisuseError, match=r"row 2, column 'x' is empty or NaN.*--fill forward, mean, zero or drop, or --nan cut"
     ):
         missing(tmp_path)
 

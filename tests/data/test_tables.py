@@ -168,10 +168,10 @@ def test_a_conversion_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
         ("a,b,y\n1,2,3\n4,x,6\n", r"t\.csv, row 3, column 'b' is 'x'.*--columns"),
         ("a,b,y\n1,2,3\n4,5\n6,7,8\n", r"first \(3\), but .*t\.csv, row 3 has 2"),
         ("a,b,y\n1,2,3\n4,5,6,7\n", r"t\.csv, row 3 has 4"),
-        ("a,b,y\n1,2,3\n4,,6\n", r"finite, but .*t\.csv, row 3, column 'b' is nan"),
+        ("a,b,y\n1,2,3\n4,,6\n", r"finite, but .*t\.csv, row 3, column 'b' is empty or NaN"),
         ("a,b,y\n1,2,3\n4,inf,6\n", r"row 3, column 'b' is inf"),
         ("a,b,y\n1,2,3\n4,1e300,6\n", r"finite, but .*t\.csv, row 3, column 'b' is 1e\+300"),
-        ("1,2,3\n4,nan,6\n", r"row 2, column '1' is nan"),
+        ("1,2,3\n4,nan,6\n", r"row 2, column '1' is empty or NaN"),
         ("a,b,y\n", r"t\.csv has none"),
         ("a" * 200_000, r"t\.csv is not \(field larger than field limit"),
         ("\n1,2,3\n", r"features \(2\), but .*t\.csv has 0"),
@@ -202,7 +202,7 @@ def test_rows_are_counted_over_blocks(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(MisuseError, match=r"row 100, column 'b' is 'word'"):
         open_source(path, spec())
     written(path, "a,b,y\n" + "1,2,3\n" * 98 + "1,,3\n")
-    with pytest.raises(MisuseError, match=r"row 100, column 'b' is nan"):
+    with pytest.raises(MisuseError, match=r"row 100, column 'b' is empty or NaN"):
         open_source(path, spec())
     written(path, "a,b,y\n" + "1,2,3\n" * 98 + "1,2\n")
     with pytest.raises(MisuseError, match=r"row 100 has 2"):
@@ -235,7 +235,7 @@ def test_text_in_a_column_of_a_parquet_file_is_named(tmp_path: Path) -> None:
 def test_a_null_is_a_nan(tmp_path: Path, kind: str) -> None:
     path = saved(tmp_path, {"a": [1, None, 3], "b": [1, 2, 3], "y": [1, 2, 3]}, kind)
     row = 2 if kind == "parquet" else 3
-    with pytest.raises(MisuseError, match=rf"row {row}, column 'a' is nan"):
+    with pytest.raises(MisuseError, match=rf"row {row}, column 'a' is empty or NaN"):
         open_source(path, spec())
     assert inputs_of(open_source(path, spec(), DataOptions(nan="zero"))) == [[[1, 1], [0, 2], [3, 3]]]
 
@@ -250,7 +250,7 @@ def test_series_with_a_nan_are_dropped(tmp_path: Path) -> None:
     ("columns", "wanted", "message"),
     [
         ({"token": [1, 2, 10]}, tokens(), r"0 to 9, but .*t\.csv, row 4, column 'token' is 10"),
-        ({"token": [1, "nan", 3]}, tokens(), r"row 3, column 'token' is nan"),
+        ({"token": [1, "nan", 3]}, tokens(), r"row 3, column 'token' is empty or NaN"),
         (
             {"a": [1, 2], "b": [1, 2], "y": [0, 3]},
             spec(loss="cross-entropy", outputs=3),
@@ -276,7 +276,7 @@ def test_series_without_a_class_are_dropped(tmp_path: Path, kind: str) -> None:
     opened = open_source(path, wanted, DataOptions(id="shop", nan="drop"))
     assert (targets_of(opened), opened.describe()["dropped"]) == ([[1, 1], [2]], 1)
     for nan in ("error", "zero"):
-        with pytest.raises(MisuseError, match=r"0 to 2, but .*, row \d, column 'price' is nan.*--nan drop"):
+        with pytest.raises(MisuseError, match=r"0 to 2, but .*, row \d, column 'price' is empty or NaN.*--nan drop"):
             open_source(path, wanted, DataOptions(id="shop", nan=nan))
 
 

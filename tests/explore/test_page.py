@@ -159,10 +159,10 @@ def test_the_widget_answers_the_messages_of_its_view() -> None:
     assert "--allow-probes" in sent[1]["reply"]["error"]
 
 
-def test_a_taken_port_and_a_task_are_told(address: str) -> None:
+def test_a_taken_port_and_an_unknown_task_are_told(address: str) -> None:
     for words, message in (
         (["--port", str(urlsplit(address).port)], "cannot be used"),
-        (["--model", "package.module:task"], "oomguard tradeoffs"),
+        (["--model", "package.module:task"], "there is no module package"),
     ):
         done = subprocess.run(
             [sys.executable, "-m", "oomguard", "explore", *(ARGUMENTS if "--port" in words else []), *words],
