@@ -236,6 +236,7 @@ def _search(
     question: Question, problem: Problem, title: str, progress: Callable[[Progress], None] | None
 ) -> SearchResult:
     from oomguard._search.study import TrialStore, storage_in
+    from oomguard._search.work import shared
 
     ledger = None if question.ledger is None else open_ledger(question.ledger)
     storage = question.storage
@@ -256,13 +257,15 @@ def _search(
         progress=progress,
         records=[record for record in measured_on(title, earlier) if same_model(record.spec, question.spec)],
     )
-    return search.run(question.devices)
+    with shared(search):
+        return search.run(question.devices)
 
 
 def _study_name(question: Question, title: str) -> str:
     """The name of a question's study: the same for the same question on the same kind of device."""
     parts: list[object] = [question.spec, title, question.budget_bytes, question.maximize, question.allow]
     parts.append(KNOBS["allocator"].field.choices)  # Optuna refuses other choices of a parameter in one study
+    parts.append(torch_version())  # records of another version count nothing
     parts += [question.fixed, "open batch"] if question.open_batch else [question.fixed]
     content = msgspec.json.encode(msgspec.to_builtins(parts, str_keys=True), order="deterministic")
     return f"{question.spec.cell}-{question.spec.steps}-{hashlib.sha256(content).hexdigest()[:12]}"

@@ -85,6 +85,8 @@ class Search:
     records: list[Record] = field(default_factory=list)
     stale: bool = False
     ended: str | None = None
+    helps: bool = False  # whether it is a worker for the search of another process, and ends with that one
+    waited_with: object = None  # what was known when there was nothing to do but to wait for others
     unreachable: bool = False  # whether the storage has failed to answer
     began: float = field(default_factory=time.monotonic)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -168,23 +170,31 @@ class Search:
         If a limit is reached there is none, and `ended` says why.
         """
         self.trials.recover()
-        stored, most = self.trials.records(), self.limits.max_probes
+        stored, most = measured_on(self.cache.title, self.trials.records()), self.limits.max_probes
         self.records += measured_on(self.cache.title, stored, known=self.records)
-        left = self._left_after(stored)
+        left, pending = self._left_after(stored), [*self.running.values(), *self.trials.pending()]
         if len(stored) >= most or min(left, self.left) <= CHILD_SECONDS:
             self.ended = self.ended or ("max-probes" if len(stored) >= most else "timeout")
+        elif self.helps:
+            self.ended = self.ended or self.trials.ended
+        if self.ended is not None:
             return None
         free_bytes = usable_bytes(runner.free())
         if free_bytes < self.problem.budget_bytes:  # another process has taken some: plan for what is left
             self.problem = replace(self.problem, budget_bytes=free_bytes)
+        known = len(stored), pending, self.problem.budget_bytes
+        if known == self.waited_with or len(stored) + len(self.trials.pending()) >= most:
+            return None
         self.trials.sampler.problem = self.problem
-        return self.trials.sampler.propose(
+        probe = self.trials.sampler.propose(
             self.trials.study,
             records=self.records,
-            pending=[*self.running.values(), *self.trials.pending()],
+            pending=pending,
             explore=self.trials.sampler.name == "auto" or len(stored) < most - 1,  # the last probe is to confirm
             left=left,
         )
+        self.waited_with = known if probe is None else None
+        return probe
 
     def _left_after(self, stored: Iterable[Record]) -> float:
         """The seconds left, by what probes took instead of by the clock, so that a search that was killed goes on as if
@@ -196,7 +206,10 @@ class Search:
     def _measure(self, trial: "Trial", runner: Runner, probe: Probe) -> list[float]:
         """Run a probe, store its record, and return the values of its trial."""
         timeout = max(CHILD_SECONDS, self.left if probe.role == "confirm" else self.left / 2)
-        self.trials.mark(trial, probe, timeout)
+        self.trials.mark(trial, probe)
+        if self.trials.is_taken(trial, probe):
+            self.running.pop(runner.device.name, None)
+            return []
         self._report()
         if probe.fresh:
             runner.close()
@@ -216,7 +229,7 @@ class Search:
             if self.ended == "interrupted":
                 return []
             self._keep(record)
-            values = self.trials.sampler.report(trial, record)
+            values = self.trials.report(trial, record)
         self._report()
         return values
 
