@@ -17,7 +17,7 @@ from oomguard._cli import flags, parsing
 from oomguard._cli.flags import JSON, LOUDNESS, SPEC, Flag, Group, add_command, flowing
 from oomguard._core.errors import MisuseError, check_choice, check_whole, conflict, visible, wrong
 from oomguard._core.progress import Status, tell
-from oomguard._core.units import read_budget
+from oomguard._core.units import parse_seconds, read_budget
 from oomguard._keras.read import is_keras
 from oomguard._spec.read import PRESETS
 
@@ -210,7 +210,8 @@ def _plan(*, device: str = "cpu", output: str = "plan.json", json: bool = False,
     """Find the fastest candidate that fits, by a few real probes, and write it to a plan file with its evidence.
 
     Probes run in child processes that are limited to the budget. Ctrl-C ends the search with the best plan so far.
-    For a card that this machine does not have, the plan is made by arithmetic alone.
+    For a card that this machine does not have, the plan is made by arithmetic alone. With --storage, workers (oomguard
+    work) take part, and with --on, the nodes of a Ray cluster run the probes.
 
     [bold]Examples[/bold]
 
@@ -253,6 +254,37 @@ def _plan(*, device: str = "cpu", output: str = "plan.json", json: bool = False,
         code = DOES_NOT_FIT
     show = partial(show_task_result, plan, path) if isinstance(plan, TaskPlan) else partial(show_result, plan, path)
     return _answer(json, lambda: plan_json(plan), show, code)
+
+
+@_command("work", Where=[flags.PRESENT], Search=flags.WORKED, Output=[*LOUDNESS, JSON])
+def _work(*, storage: str | None = None, device: str = "cpu", json: bool = False, **values: Any) -> Answer:
+    """Run probes for a search that oomguard plan has begun with the same --storage, until the search ends.
+
+    Start one worker per card or machine, of the kind that the search is for. A worker that is killed loses nothing:
+    another one runs its probe again. The storage is a file for workers of one machine, and PostgreSQL for several.
+
+    [bold]Examples[/bold]
+
+    - oomguard work --storage sqlite:///search.db
+    - oomguard work --storage postgresql://me@host/searches --device cuda:0
+    - oomguard work --storage postgresql://me@host/searches --wait 10min
+
+    Exit codes: 0 the search has ended, 2 wrong usage, 130 interrupted.
+    """
+    from oomguard._report.progress import following, search_status
+    from oomguard._report.work import show_work, work_json
+
+    if not storage:
+        advice = "Write it as oomguard work --storage sqlite:///search.db."
+        raise MisuseError(rule="oomguard work needs the storage of a search", got="got no --storage", advice=advice)
+    wait = parse_seconds(values.get("wait", 0.0), "wait")
+    with following(True, search_status) as follow:
+        tell("Looking for a search")
+        from oomguard._search.work import work
+
+        done = work(storage, device, values.get("study"), wait, follow)
+    code = INTERRUPTED if done.ended == "interrupted" else FITS
+    return _answer(json, lambda: work_json(done), partial(show_work, done), code)
 
 
 _TRAINING = [*LOUDNESS, JSON]

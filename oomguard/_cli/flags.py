@@ -109,7 +109,8 @@ LOUDNESS = [QUIET, VERBOSE]
 FORCE = Flag("force", "", "Replace the output file if there is one.", bool)
 BUDGET = Flag("budget", "SIZE", "Memory that may be used, such as 6GiB (default: what is free).")
 WHERE = [Flag("device", "NAME", "cpu, cuda, cuda:1, or a card such as a100-80gb (default: cpu)."), BUDGET]
-HERE = [Flag("device", "NAME", "cpu, cuda or cuda:1 (default: cpu)."), BUDGET]
+PRESENT = Flag("device", "NAME", "cpu, cuda or cuda:1 (default: cpu).")
+HERE = [PRESENT, BUDGET]
 ANYWHERE = [Flag("device", "NAME", "cpu, cuda, cuda:0,cuda:1 or a card such as a100-80gb (default: cpu)."), BUDGET]
 CHECKED = Flag("device", "NAME", "The device to check: cpu, cuda or cuda:1 (default: that of the plan).")
 LOSSY = [knob.role.lossy for knob in KNOBS.values() if knob.role.lossy is not None]
@@ -135,7 +136,13 @@ SEARCH = [
         choices=SAMPLERS,
     ),
     Flag("ledger", "DIR", "Store all records there, and continue with those that it has."),
-    Flag("storage", "URL", "Optuna storage, for several machines that search together."),
+    Flag("storage", "URL", "Optuna storage, for several machines that search together (see oomguard work)."),
+    Flag("on", "ADDRESS", "Run the probes on a Ray cluster: ray, or ray://host:10001."),
+]
+WORKED = [
+    Flag("storage", "URL", "Optuna storage of the search, as oomguard plan has it."),
+    Flag("study", "NAME", "Study of the search, if the storage has several."),
+    Flag("wait", "SECONDS", "Wait so long for a search to begin, such as 10min (default: not at all)."),
 ]
 DATA = [
     Flag("data", "FILE", "Data: .npy, .csv, .parquet or text (default: that of the plan or the run)."),

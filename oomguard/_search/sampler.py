@@ -54,7 +54,7 @@ class Sampler(BaseSampler):
         trial.set_user_attr("probe", msgspec.json.encode(probe).decode())  # other workers see it
         return self.decided.pop(threading.get_ident())
 
-    def report(self, trial: Trial, record: Record) -> list[float]:
+    def report(self, trial: Trial | FrozenTrial, record: Record) -> list[float]:
         """Store the record of a trial. Return its values, which are no numbers if it did not run: the trial fails."""
         trial.set_user_attr("record", msgspec.json.encode(record).decode())
         trial.set_user_attr("verdict", record.verdict.name)
