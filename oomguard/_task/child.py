@@ -25,6 +25,8 @@ PATIENCE_SECONDS = 40.0  # time for several traces of one task
 HELD_OUT_ERROR = 0.03  # the largest error of a fit on the pass that it has not seen
 POINTS = ((2, 1), (4, 1), (2, 2), (4, 2), (6, 3))
 """Rows and lengths (in units of the shortest) of the passes that a fit is made from. The last one is held out."""
+SCALES = (1, 4)
+"""Factors of their rows, tried in turn until the fit holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,28 +205,28 @@ def _run(batches: Batches, model: torch.nn.Module, batch: Any, question: Questio
 def _fitted(batches: Batches, question: Question, rows: int, why: str) -> Trace:
     """Extrapolate from tiny real passes: each moment by rows, length and their product. One pass checks the others.
 
-    They are counted as in glibc's own heap, where no block is so large that it gets pages of its own.
+    They are counted as in glibc's own heap, where no block is so large that it gets pages of its own. If they do not
+    grow evenly, those of more rows are tried: few rows may run in another kernel than many.
     """
-    question = replace(question, heap="system")
-    whole = batches.make(rows, question.steps)
-    points, traces = list[tuple[int, int]](), list[Trace]()
-    for count, factor in POINTS:
-        batch = batches.of_length(count, factor)
-        points.append((count, batches.steps_of(batch)))
-        seed()
-        traces.append(_run(batches, build(batches.task), batch, question, fake=False))
-    held_out, goal = traces[-1], (rows, batches.steps_of(whole))
-    expected, measured = (max(size for size, _ in moments.values()) for moments in (
-        _grown(traces[:-1], points[:-1], points[-1]), held_out.moments
-    ))  # fmt: skip
-    if abs(expected / measured - 1) > HELD_OUT_ERROR:
-        got = f"a tiny pass needs {format_bytes(measured)}, where others let expect {format_bytes(expected)}"
-        raise MisuseError(
-            rule="The memory of a task that cannot be traced must grow evenly with rows and length",
-            got=f"{got} ({why})",
-            advice="No estimate can be given for this model: try smaller batches under oomguard.guard.",
-        )
-    return replace(held_out, moments=_grown(traces, points, goal), steps=goal[1])
+    question, goal = replace(question, heap="system"), (rows, batches.steps_of(batches.make(rows, question.steps)))
+    got = ""
+    for scale in SCALES:
+        points, traces = list[tuple[int, int]](), list[Trace]()
+        for count, factor in POINTS:
+            batch = batches.of_length(scale * count, factor)
+            points.append((scale * count, batches.steps_of(batch)))
+            seed()
+            traces.append(_run(batches, build(batches.task), batch, question, fake=False))
+        expected = max(size for size, _ in _grown(traces[:-1], points[:-1], points[-1]).values())
+        measured = max(size for size, _ in traces[-1].moments.values())
+        if abs(expected / measured - 1) <= HELD_OUT_ERROR:
+            return replace(traces[-1], moments=_grown(traces, points, goal), steps=goal[1])
+        got = got or f"a tiny pass needs {format_bytes(measured)}, where others let expect {format_bytes(expected)}"
+    raise MisuseError(
+        rule="The memory of a task that cannot be traced must grow evenly with rows and length",
+        got=f"{got} ({why})",
+        advice="No estimate can be given for this model: try smaller batches under oomguard.guard.",
+    )
 
 
 def _grown(traces: list[Trace], points: list[tuple[int, int]], goal: tuple[int, int]) -> Any:

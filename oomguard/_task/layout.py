@@ -34,8 +34,8 @@ _TURNED: dict[Kind, Kind] = {"blocks": "interleaved", "interleaved": "blocks"}
 
 
 def children(value: Any) -> dict[Hashable, Any]:
-    """The parts of a list, tuple, mapping, dataclass or other object by key; empty for a tensor or a plain value."""
-    if isinstance(value, _LEAVES) or callable(value):
+    """The parts of a list, tuple, mapping, dataclass or other object by key; empty for an array or a plain value."""
+    if isinstance(value, _LEAVES) or callable(value) or hasattr(value, "__array__"):
         return {}
     if isinstance(value, Mapping):
         return dict(value)
@@ -146,6 +146,8 @@ def _axes(path: Path, one: Any, two: Any, three: Any) -> Iterator[tuple[Path, Ax
             yield path, Axis("unknown")
     elif isinstance(two, list | tuple) and len(two) != len(three):
         yield path, Axis("list" if (len(two), len(three)) == (2, 3) else "unknown")
+    elif hasattr(two, "__array__") and len(two) != len(three):  # such as a Series of pandas
+        yield path, Axis("unknown")
     elif isinstance(two, int | float) and two != three:
         yield path, Axis("count" if (two, three) == (2, 3) else "unknown")
     else:

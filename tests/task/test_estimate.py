@@ -253,6 +253,18 @@ def test_a_model_that_cannot_be_traced_is_extrapolated_from_tiny_passes() -> Non
     assert peak_bytes(found.step) == pytest.approx(peak_bytes(expected.step), rel=0.03)
 
 
+def test_passes_of_more_rows_are_tried_where_few_rows_run_in_another_kernel() -> None:
+    """The first passes have at most 6 rows."""
+
+    class Switch(Opaque):
+        def forward(self, x: Tensor) -> Any:
+            wide = x.repeat(1, 1, 8) if x.shape[1] < 5 else x
+            return super().forward(x) + 0.0 * wide.exp().sum()
+
+    found, expected = (answered(Task(model=kind, loss=squares, batch=waves), 16, 200) for kind in (Switch, Opaque))
+    assert peak_bytes(found.step) == pytest.approx(peak_bytes(expected.step), rel=0.1)
+
+
 def test_no_estimate_is_given_where_a_held_out_pass_disagrees() -> None:
     with pytest.raises(MisuseError, match=r"must grow evenly with rows and length.* No estimate can be given"):
         answered(Task(model=Staircase, loss=squares, batch=waves), 16, 200)
