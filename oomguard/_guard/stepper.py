@@ -37,6 +37,9 @@ class Stepper(AbstractContextManager["Stepper"]):
     scaler: GradScaler | None
     dim: object
 
+    def __post_init__(self) -> None:
+        check_optimizer(self.optimizer)
+
     def __call__(self, batch: object) -> Tensor:
         """Update the weights once by the gradient of a whole batch; returns its loss, detached.
 
@@ -93,7 +96,8 @@ def stepper(
 
     `clip` is the largest norm of the whole gradient, or a function that is called with the parameters after the
     backward passes. A `torch.amp.GradScaler` is given as `scaler`. Schedulers and moving averages follow `step(batch)`
-    in the loop. `device` is that of the model unless it is given; `microbatch` and `events` are those of `guard`.
+    in the loop. To go on with another optimizer, such as ASGD after SGD, write `step = dataclasses.replace(step,
+    optimizer=asgd)`. `device` is that of the model unless it is given; `microbatch` and `events` are those of `guard`.
 
     >>> import torch
     >>> model = torch.nn.LSTM(3, 4, batch_first=True)
@@ -104,7 +108,7 @@ def stepper(
     >>> losses[2] < losses[0], step.guard.steps
     (tensor(True), 3)
     """
-    check_optimizer(optimizer)
+    check_optimizer(optimizer)  # before memory is limited
     device = device or str(optimizer.param_groups[0]["params"][0].device)
     own, budget = (plan, None) if isinstance(plan, Plan | TaskPlan) else (None, plan)
     segments, time = 1 if own is None else own.candidate.segments, own.time if isinstance(own, TaskPlan) else ()

@@ -4,6 +4,7 @@ The peak is the maximum of moments, each of which is a line in the rows. Small p
 moment, the traces have all of them.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -56,10 +57,9 @@ class Curve:
 
     def peak_bytes(self, rows: int) -> int:
         """The predicted peak."""
-        sizes = [int(point.candidate.microbatch) for point in self.points]
-        above = max(1, next((n for n, size in enumerate(sizes) if size >= rows), len(sizes) - 1))
-        low, high = self.points[above - 1], self.points[above]
-        share = (rows - sizes[above - 1]) / (sizes[above] - sizes[above - 1])
+        low, high = self.neighbours(rows)
+        first, last = int(low.candidate.microbatch), int(high.candidate.microbatch)
+        share = (rows - first) / (last - first)
         both = low.moments.keys() & high.moments.keys()
         traced = max(int(low.moments[one] + share * (high.moments[one] - low.moments[one])) for one in both)
         growth = traced - int(low.terms["runtime"]) + self.waiting_bytes * max(0, self.batch - rows)
@@ -67,6 +67,12 @@ class Curve:
         if self.shift_bytes is not None:  # exact if it errs in the rest
             corrected = max(corrected, growth + self.shift_bytes)
         return int(self._runtime + corrected)
+
+    def neighbours(self, rows: int) -> tuple[Estimate, Estimate]:
+        """The traces whose line goes through so many rows: those around them, or the two nearest."""
+        above = (n for n, point in enumerate(self.points) if int(point.candidate.microbatch) >= rows)
+        high = max(1, next(above, len(self.points) - 1))
+        return self.points[high - 1], self.points[high]
 
     @property
     def _runtime(self) -> int:
@@ -156,9 +162,15 @@ class Curves:
         self.made[shape] = measured
 
     def _is_near(self, shape: Shape, rows: int) -> bool:
-        """Whether a trace has about so many rows, or traces take long, for all time or for what is left of it."""
+        """Whether a trace has about so many rows, or traces take too long, by themselves or for the time left.
+
+        There is no line from rows of equal length, which one engine runs, to rows that need another engine, so such a
+        trace may take long.
+        """
+        low, high = self[shape].neighbours(rows)
+        patience = PATIENCE_SECONDS if low.engine == high.engine else math.inf
         distances = [abs(int(one.candidate.microbatch) - max(1, rows)) for one in self[shape].points]
-        return self._seconds > min(PATIENCE_SECONDS, self.asker.left) or min(distances) <= CLOSE * rows
+        return self._seconds > min(patience, self.asker.left) or min(distances) <= CLOSE * rows
 
     def _trace_at(self, shape: Shape, rows: int) -> None:
         curve, traced = self[shape], self._trace([shape.run | {"microbatch": rows}])

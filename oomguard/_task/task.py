@@ -58,7 +58,8 @@ class Task:
     batch: Callable[[int, int], Any] | None = None
     """A function of rows and time steps that returns a batch."""
     optimizer: "Callable[[Iterator[nn.Parameter]], Optimizer] | None" = None
-    """A function of the parameters that returns the optimizer; None means `torch.optim.Adam`."""
+    """A function of the parameters that returns the optimizer; None means `torch.optim.Adam`. If your own loop changes
+    from one optimizer to another, plan with the one that keeps the most, such as ASGD after SGD."""
     scheduler: "Callable[[Optimizer], LRScheduler] | None" = None
     """A function of the optimizer that returns a scheduler of the learning rate, which steps after every update."""
     validation: "DataLoader[Any] | Callable[[int, int], Any] | None" = None

@@ -55,10 +55,15 @@ def _parameter_faults(
         where = f"state.kept.{name}.{key}"
         if key not in kept:
             yield f"{where} is missing"
-        elif usual is not None and key not in usual:
+        elif usual is not None and key not in usual and _makes_all_at_once(optimizer):
             yield f"{where} is not part of the state of {type(optimizer).__name__}"
-        elif (why := _entry_fault(kept[key], f"optimizer.{name}.{key}", parameter, usual and usual[key], file)) != "":
+        elif (why := _entry_fault(kept[key], f"optimizer.{name}.{key}", parameter, (usual or {}).get(key), file)) != "":
             yield f"{where} {why}"
+
+
+def _makes_all_at_once(optimizer: Optimizer) -> bool:
+    """Whether the first step makes the whole state. An optimizer of the user may switch its rule in a later one."""
+    return type(optimizer).__module__.startswith("torch.optim.") or isinstance(optimizer, TorchaoAdam8bit)
 
 
 def _try_out(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> dict[str, Any] | None:

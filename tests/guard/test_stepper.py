@@ -1,6 +1,8 @@
 """The stepper: pieces of a batch add up to the gradient of the whole batch, for any model, loss and optimizer."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +228,23 @@ def test_a_scheduler_and_a_moving_average_follow_the_step() -> None:
             average.update_parameters(model)
     assert step.optimizer.param_groups[0]["lr"] == 0.1 / 4
     assert int(average.n_averaged) == 2
+
+
+def test_training_goes_on_with_another_optimizer_as_in_a_plain_loop() -> None:
+    (model, batch), (plain, _) = make(), make()
+    with stepper(model) as step:
+        step(batch)
+        step = replace(step, optimizer=torch.optim.ASGD(model.parameters(), lr=0.1, t0=0))
+        step(batch)
+        with pytest.raises(MisuseError, match="LBFGS calls a closure"):
+            replace(step, optimizer=torch.optim.LBFGS(model.parameters()))
+    for kind in (torch.optim.SGD, partial(torch.optim.ASGD, t0=0)):
+        optimizer = kind(plain.parameters(), lr=0.1)
+        total, weight = token_loss(plain, batch)
+        (total / weight).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.allclose(weights(model), weights(plain), rtol=1e-10)
 
 
 @pytest.mark.parametrize("infinite", [False, True])

@@ -197,6 +197,32 @@ def test_the_state_of_a_scheduler_is_resumed(plan: TaskPlan, tmp_path: Path, nam
     assert len({*column(tmp_path / "whole", "lr")}) > 1
 
 
+class Switching(torch.optim.Optimizer):
+    """Plain descent at first, and momentum from the fourth update on: a part of its state is made late."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                kept, change = self.state[parameter], parameter.grad
+                kept["updates"] = kept.get("updates", 0) + 1
+                if kept["updates"] > 3:
+                    change = kept.setdefault("momentum", torch.zeros_like(change)).mul_(0.9).add_(change)
+                parameter -= group["lr"] * change
+
+
+def test_an_optimizer_that_switches_its_rule_is_resumed_after_the_switch(plan: TaskPlan, tmp_path: Path) -> None:
+    task = replace(trained.noisy(), optimizer=Switching)
+    whole = train(plan, task, tmp_path / "whole", epochs=2)
+    train(plan, task, tmp_path / "parts", epochs=1)
+    resumed = train(plan, task, tmp_path / "parts", epochs=2, resume=True)
+    assert torch.equal(weights(whole.model), weights(resumed.model))
+    assert column(tmp_path / "parts") == column(tmp_path / "whole")
+
+
 def test_made_batches_are_resumed(wave_plan: TaskPlan, tmp_path: Path) -> None:
     whole = train(wave_plan, trained.wave, tmp_path / "whole", steps=6, validate_every=3)
     train(wave_plan, trained.wave, tmp_path / "parts", steps=2, validate_every=3)
