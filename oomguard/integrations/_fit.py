@@ -99,11 +99,12 @@ def plan_here(
     less = None if budget_bytes is None else budget_bytes - held_bytes
     plan = find_feasible_config(task, budget=less, **question)
     if less is not None and budget_bytes is not None:
+        held_here_bytes = _held_here(here, plan, module)
+        check_held(held_here_bytes, less)
         # a child has measured the peak: for this process it is a prediction, which needs its margin
-        extra_bytes = _held_here(here, plan, module) + plan.expected.margin_bytes
-        check_held(extra_bytes, less)
+        extra_bytes = held_here_bytes + plan.expected.margin_bytes
         if plan.peak_bytes + extra_bytes > less:
-            plan = find_feasible_config(task, budget=less - extra_bytes, **question)
+            plan = find_feasible_config(task, budget=max(1, less - extra_bytes), **question)
         plan = msgspec.structs.replace(plan, budget_bytes=budget_bytes, asked_budget_bytes=budget_bytes)
     return plan
 
