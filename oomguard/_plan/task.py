@@ -16,6 +16,7 @@ from oomguard._core.progress import Status, tell
 from oomguard._core.units import format_bytes, format_seconds
 from oomguard._device.cpu import cores
 from oomguard._device.find import find_budget, find_target
+from oomguard._estimate.margins import SETTLED
 from oomguard._plan.find import is_here, make_environment
 from oomguard._plan.task_curve import Curve, Curves, Shape
 from oomguard._plan.task_value import UNRUN, Part, TaskPlan, TaskRung
@@ -45,6 +46,7 @@ close by. The first is the worst error that a trace may have. Half of the rows, 
 LSTM with a growth of 59 MiB), and a third probe makes up for a small second one. Probes repeat to about 1 %."""
 WORTH = 1.02  # a further probe must promise so many times the rows, and another setting must be so much faster
 MAX_PROBES = 3  # probes that find the largest microbatch
+FEWEST_PASSES = 2  # of a probe: the second finds the gradients and the heap of the first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,6 +338,7 @@ class _Search:
             rows=rows,
             seq=self.question.steps,
             budget_bytes=self.budget_bytes,
+            passes=self._passes(choice),
             timeout=max(CHILD_SECONDS, self.asker.left),
         )
         if record.verdict not in (*RAN, Verdict.OVER, Verdict.OOM, Verdict.KILLED, Verdict.TIMEOUT):
@@ -346,6 +349,14 @@ class _Search:
             )
         self.records.append(record)
         return record
+
+    def _passes(self, choice: Choice) -> int:
+        """Passes of a probe, at least: until its peak has settled, if that takes at most a quarter of the time left."""
+        times = [one.seconds_per_pass / one.candidate.microbatch for one in self.records if one.seconds_per_pass]
+        if not times:
+            return FEWEST_PASSES
+        passes = int(self.asker.left / 4 / (times[-1] * choice.rows))
+        return min(max(passes, FEWEST_PASSES), SETTLED)
 
     def _status(self, choice: Choice) -> Status:
         """What the next probe runs, in words."""

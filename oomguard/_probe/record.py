@@ -18,6 +18,7 @@ import msgspec
 from oomguard._core.errors import MisuseError, check_whole, wrong
 from oomguard._core.system import append_line, file_errors, opened, read_values
 from oomguard._core.units import MAX_BYTES
+from oomguard._estimate.margins import SETTLED
 from oomguard._estimate.target import CPU, Target, engine_for
 from oomguard._probe.verdict import Verdict
 from oomguard._spec.candidate import Candidate, check_candidate
@@ -88,6 +89,7 @@ class TaskRequest(Limited, frozen=True, kw_only=True, tag=True):
     content: bytes | None  # the task itself; None if the child can import it by its name
     rows: int | None  # rows of the whole batch; None for the microbatches of the candidate
     seq: int | None  # time steps of the batch; None for the longest samples of the task's data
+    steps: int = SETTLED  # the kernels are not known, so each step may raise the peak until it has settled
 
     @property
     def engine(self) -> str:

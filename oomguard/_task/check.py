@@ -22,6 +22,7 @@ from oomguard._task.trace import build, copied, evaluate
 
 ROWS, MICROBATCH = 4, 2  # rows of the tiny batch, and of the microbatches that it is split into
 SEGMENTS = 3  # segments of the recurrent calls
+UNSTEADY = "The loss is another one when it is computed again: it counts its calls, or draws numbers without a seed."
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4}
 """The largest difference of gradients, relative to the largest entry, that counts as rounding. Single precision is for
 models that do not run in double precision."""
@@ -136,7 +137,7 @@ def check_segments(trial: Trial) -> Finding:
     except MisuseError as error:
         return Finding("segments", False, float("inf"), str(error))
     again = difference > trial.tolerance and _difference(plain, trial.gradient([whole], [ROWS])) > trial.tolerance
-    reason = "The loss is random in a way that seeds do not govern." if again else "Segments change the gradient."
+    reason = UNSTEADY if again else "Segments change the gradient."
     return Finding("segments", difference <= trial.tolerance, difference, reason * (difference > trial.tolerance))
 
 
@@ -164,7 +165,7 @@ def _reason(trial: Trial, whole: Any, pieces: list[Any], plain: Tensor) -> str:
     """Find out why microbatches give another gradient, by trying what would explain it."""
     rows = trial.rows(pieces)
     if _difference(plain, trial.gradient([whole], [ROWS])) > trial.tolerance:
-        return "The loss is random in a way that seeds do not govern."
+        return UNSTEADY
     with _frozen_statistics(trial.model) as frozen:
         if frozen and _equal(trial, whole, pieces):
             return f"BatchNorm uses the statistics of the whole batch ({', '.join(frozen)})."

@@ -166,10 +166,11 @@ def line_of(function: Any) -> str:
     code = getattr(plain, "__code__", None) or getattr(vars(type(plain)).get("__call__"), "__code__", None)
     if code is not None:
         return f"{code.co_filename}:{code.co_firstlineno}"
+    source: Any = plain if inspect.isclass(plain) or inspect.isroutine(plain) else type(plain)  # such as a module's
     try:
-        return f"{inspect.getsourcefile(plain)}:{inspect.getsourcelines(plain)[1]}"
+        return f"{inspect.getsourcefile(source)}:{inspect.getsourcelines(source)[1]}"
     except (TypeError, OSError):
-        return getattr(plain, "__qualname__", type(plain).__qualname__)
+        return str(source.__qualname__)
 
 
 @contextmanager

@@ -59,6 +59,10 @@ FAULTS: dict[str, tuple[Callable[[], Task], str]] = {
     "no values": (lambda: faulty(model=Valueless), rf"{LINE} returned a tensor of shape \(\) on meta"),
     "no gradients": (lambda: faulty(model=Frozen), rf"{LINE} returned a loss without a gradient.*parameters that requ"),
     "a model that fails": (lambda: faulty(model=cannot_build), rf"must build a module, but .*{LINE} raised KeyError"),
+    "a module without values": (
+        lambda: faulty(model=Elsewhere().to("meta")),
+        rf"move to cpu, but .*{LINE} raised NotImp",
+    ),
     "no model": (lambda: faulty(model=lambda: 5), r"return a torch.nn.Module, but .*test_bad_input\.py:\d+ returned 5"),
     "no optimizer": (lambda: faulty(optimizer=lambda own: 5), r"torch.optim.Optimizer, but .*input\.py:\d+ returned 5"),
     "no samples": (lambda: faulty(data=loader([])), "The dataset must have samples, but it has none"),

@@ -11,7 +11,7 @@ from oomguard._core.units import MIB
 from oomguard._plan.task import _Search
 from oomguard._probe.record import TaskRecord
 
-ASKED: dict[str, Any] = {"batch": 300, "steps": 60, "threads": 1, "allocator": "tight", "allow": "none"}
+ASKED: dict[str, Any] = {"batch": 300, "steps": 60, "threads": 1, "allocator": "tight", "allow": "none", "timeout": 300}
 
 
 @pytest.mark.timeout(300)

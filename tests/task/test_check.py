@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from oomguard import Task
 from oomguard._estimate.target import CPU
 from oomguard._task.ask import Asker
-from oomguard._task.check import Finding, finding
+from oomguard._task.batches import Batches
+from oomguard._task.check import CHECKS, Finding, Trial, finding
 from oomguard._task.child import batches_of, begin
 from oomguard._task.task import packed
 from oomguard._task.trace import copied
@@ -45,6 +46,18 @@ def test_lossy_microbatches_are_recognised_with_their_reason(name: str, reason: 
     assert not found.exact
     assert reason in found.reason
     assert found.error > 1e-4
+
+
+def test_a_loss_that_counts_its_calls_is_told_so() -> None:
+    """As a weight that is annealed from step to step does."""
+    calls = iter(range(1, 1000))
+
+    def annealed(model: nn.Module, batch: Any) -> Any:
+        return model(batch)[0].square().mean() + next(calls) / 2500 * model(batch)[0].abs().mean()
+
+    task = Task(model=nn.GRU(3, 4), loss=annealed, batch=lambda rows, steps: torch.randn(steps, rows, 3))
+    for check in CHECKS.values():
+        assert "it counts its calls" in check(Trial(task, nn.GRU(3, 4), Batches(task), torch.float32)).reason
 
 
 def test_flat_targets_are_exact_in_microbatches() -> None:

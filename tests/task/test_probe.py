@@ -1,5 +1,6 @@
 """Probes of tasks: real updates of the user's model in a child process."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from task import sized
 import oomguard
 from oomguard import MisuseError, Task, TaskRecord, Verdict
 from oomguard._core.units import GIB, MIB
+from oomguard._estimate.margins import SETTLED
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -32,6 +34,20 @@ def test_a_task_is_measured_with_its_batch_and_its_parts() -> None:
     assert record.runtime_bytes is not None
     assert 10 * MIB < record.peak_bytes - record.runtime_bytes < 60 * MIB
     assert record.tokens_per_second is not None
+
+
+def test_a_peak_has_passes_to_settle() -> None:
+    """Blocks of a step in the C heap do not fit all gaps that the one before has left."""
+    assert probe(sized.regression, microbatch=2, steps=5).passes == SETTLED
+
+
+def test_the_process_of_a_probe_holds_what_a_training_on_the_command_line_does() -> None:
+    """Otherwise the training would peak higher than its probe."""
+    code = "import sys; from oomguard._task.child import try_task; try_task('task.sized:regression', 5)"
+    code += "; print(*sys.modules)"
+    variables = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=variables, check=True)
+    assert {"safetensors", "typer", "oomguard._train.task"} <= {*done.stdout.split()}
 
 
 def test_microbatches_and_segments_need_less() -> None:

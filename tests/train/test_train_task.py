@@ -40,14 +40,14 @@ TESTS = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def plan() -> TaskPlan:
     """The plan of the tasks of sentences, by name."""
-    found = oomguard.find_feasible_config("task.trained:task", threads=1, max_probes=1, allow="microbatch")
+    found = oomguard.find_feasible_config("task.trained:task", threads=1, max_probes=1, timeout=300, allow="microbatch")
     assert found.layout
     return found
 
 
 @pytest.fixture(scope="module")
 def wave_plan() -> TaskPlan:
-    return oomguard.find_feasible_config(trained.wave, steps=7, batch=6, threads=1, max_probes=1)
+    return oomguard.find_feasible_config(trained.wave, steps=7, batch=6, threads=1, max_probes=1, timeout=300)
 
 
 def with_rows(plan: TaskPlan, rows: int, **changes: Any) -> TaskPlan:
