@@ -207,7 +207,7 @@ class Search:
         """Run a probe, store its record, and return the values of its trial."""
         timeout = max(CHILD_SECONDS, self.left if probe.role == "confirm" else self.left / 2)
         self.trials.mark(trial, probe)
-        if self.trials.is_taken(trial, probe):
+        if self._gives_way(trial, probe):
             self.running.pop(runner.device.name, None)
             return []
         self._report()
@@ -232,6 +232,12 @@ class Search:
             values = self.trials.report(trial, record)
         self._report()
         return values
+
+    def _gives_way(self, trial: "Trial", probe: Probe) -> bool:
+        """Whether another worker has chosen the same probe, or the last one that is allowed, at the same moment."""
+        earlier, stored = self.trials.earlier(trial), measured_on(self.cache.title, self.trials.records())
+        others = [*earlier, *measured_on(self.cache.title, stored, known=self.records)]
+        return any(map(probe.is_of, others)) or len(stored) + len(earlier) >= self.limits.max_probes
 
     def _keep(self, record: Record) -> None:
         """Store a record: on the disk first, so that it is not lost. Drop cached records that it contradicts."""

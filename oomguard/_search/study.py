@@ -13,7 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -40,6 +40,7 @@ STUDY = "study.db"  # the storage's name in the directory that `--ledger` takes
 HEARTBEAT_SECONDS, STALE_SECONDS = 5, 30
 """While a probe runs, its worker writes a sign of life so often. After the second time without one, it is taken for
 dead: six signs have failed to come, and a search of a minute can still run the probe again."""
+SETTLE_SECONDS = 1.0  # a trial that has begun has its probe after so many seconds, or its worker has died
 OUTAGES = StorageInternalError, DBAPIError
 DRIVERS = {"psycopg": "'oomguard[postgresql]'"}  # what to install for a driver that is not called as its package
 
@@ -64,6 +65,11 @@ class Storage(RDBStorage):
         with suppress(*OUTAGES):
             super().record_heartbeat(trial_id)
 
+    def close(self) -> None:
+        """Close all connections."""
+        self.remove_session()
+        self.engine.dispose()
+
 
 class TrialStore:
     """The trials of one search. `storage`: a URL that Optuna takes, or None for this process alone."""
@@ -76,20 +82,26 @@ class TrialStore:
         self.sampler, maximize = Sampler(problem, sampler), problem.maximize
         self._process = f"{_host()} {os.getpid()} {_start_time(os.getpid())} "
         self._freed = set[int]()  # threads whose trial another worker has freed
-        self.study = opened(storage, lambda: self._open(name, None if storage is None else Storage(storage)))
+        self._storage = None if storage is None else opened(storage, lambda: Storage(storage))
+        self.study = opened(storage, lambda: self._open(name))
         with warnings.catch_warnings():  # the names are for the dashboard; Optuna calls that experimental
             warnings.simplefilter("ignore", ExperimentalWarning)
             self.study.set_metric_names([*maximize])
         self.recover()
 
-    def _open(self, name: str, storage: Storage | None) -> optuna.Study:
+    def _open(self, name: str) -> optuna.Study:
         return optuna.create_study(
             study_name=name,
-            storage=storage,
+            storage=self._storage,
             sampler=self.sampler,
             directions=["maximize"] * len(self.sampler.problem.maximize),
             load_if_exists=True,
         )
+
+    def close(self) -> None:
+        """Close the connections to the storage. They are opened again when they are needed."""
+        if self._storage is not None:
+            self._storage.close()
 
     def give_up(self, error: BaseException) -> bool:
         """Note that this thread runs no trial any more. Returns whether the search can go on after the error.
@@ -135,11 +147,17 @@ class TrialStore:
         trial.set_user_attr("owner", owner)
         trial.set_user_attr("role", probe.role)
 
-    def is_taken(self, trial: Trial, probe: Probe) -> bool:
-        """Whether another worker has begun the same probe: at the same moment, but with an earlier trial."""
-        running = self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING])
-        earlier = [other.user_attrs.get("probe") for other in running if other.number < trial.number]
-        return any(probe.is_of(msgspec.json.decode(text, type=Probe)) for text in earlier if text is not None)
+    def earlier(self, trial: Trial) -> list[Probe]:
+        """The probes of the trials that began before and still run, so that of two workers which chose at the same
+        moment the later one can give way.
+        """
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while True:
+            running = self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING])
+            texts = [other.user_attrs.get("probe") for other in running if other.number < trial.number]
+            if None not in texts or time.monotonic() > deadline:
+                return [msgspec.json.decode(text, type=Probe) for text in texts if text is not None]
+            time.sleep(SETTLE_SECONDS / 20)
 
     def report(self, trial: Trial, record: Record) -> list[float]:
         """Store the record of a trial and return its values.
@@ -225,7 +243,8 @@ def _studies_in(url: str) -> dict[str, dict[str, Any]]:
             return {}
     finally:
         engine.dispose()
-    studies = optuna.get_all_study_summaries(Storage(url))
+    with closing(Storage(url)) as storage:
+        studies = optuna.get_all_study_summaries(storage)
     return {one.study_name: one.user_attrs for one in studies if "search" in one.user_attrs}
 
 

@@ -32,6 +32,7 @@ class SharedSearch(msgspec.Struct, frozen=True, kw_only=True):
     problem: Problem  # without cached records, which each machine has for itself
     sampler: str
     max_probes: int
+    seconds: float  # its limit of time
     until: float  # when the search ends at the latest, by the clock
     title: str  # the processor or the card that it is for
     cores: int | None  # CPU: processors that a probe may use
@@ -60,6 +61,7 @@ def shared(search: Search) -> Iterator[None]:
         problem=replace(problem, cached=()),
         sampler=trials.sampler.name,
         max_probes=search.limits.max_probes,
+        seconds=search.limits.seconds,
         until=time.time() + search.left,
         title=search.cache.title,
         cores=None if problem.target.cuda else problem.space.choices.cores,
@@ -71,6 +73,7 @@ def shared(search: Search) -> Iterator[None]:
     finally:
         with suppress(*OUTAGES):
             trials.end("stopped" if search.ended == "interrupted" else search.ended or "done")
+            trials.close()
 
 
 def work(
@@ -96,13 +99,15 @@ def work(
         trials=TrialStore(name, problem, storage, content.sampler),
         ledger=None,
         cache=cache,
-        limits=Limits(max_probes=content.max_probes, seconds=max(0.0, content.until - time.time())),
+        limits=Limits(max_probes=content.max_probes, seconds=content.seconds),
+        began=time.monotonic() - content.seconds + content.until - time.time(),
         progress=progress,
         ended=ended,
         helps=True,
     )
     result = search.run([device])
     probes, all_probes = search.trials.own_records(), len(search.trials.records())
+    search.trials.close()
     return Work(study=name, probes=probes, all_probes=all_probes, ended=result.ended)
 
 

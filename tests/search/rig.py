@@ -42,7 +42,8 @@ class Rig:
             patch.setattr(f"{module}.Runner", self.runner)
         patch.setattr("oomguard._device.cpu.cpu_name", lambda: TITLE)
         patch.setattr("oomguard._device.cpu.cpu_precisions", lambda: ("fp32",))
-        patch.setattr("oomguard._plan.find.cores", lambda: 2)
+        for module in ("oomguard._plan.find", "oomguard._search.work"):
+            patch.setattr(f"{module}.cores", lambda: 2)
         patch.setattr(run, "POLL_SECONDS", 0.005)
         return self
 

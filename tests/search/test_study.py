@@ -287,14 +287,12 @@ def test_a_record_whose_trial_another_worker_has_freed_is_kept(storage: str) -> 
     assert [one.state for one in there.study.trials] == [TrialState.FAIL, TrialState.COMPLETE]
 
 
-def test_of_two_workers_that_choose_the_same_probe_the_later_gives_way(storage: str) -> None:
+def test_a_worker_sees_what_others_began_before_it(storage: str) -> None:
     here, there = (store("a", "throughput", storage=storage) for _ in range(2))
     probe = make_probe()
     first, second = begin(here, probe), begin(there, probe)
-    other = begin(there, make_probe(microbatch=8))
-    assert not here.is_taken(first, probe)
-    assert there.is_taken(second, probe)
-    assert not there.is_taken(other, make_probe(microbatch=8))
+    assert here.earlier(first) == []
+    assert there.earlier(second) == [probe]
 
 
 @pytest.mark.parametrize(
