@@ -192,6 +192,7 @@ class PlanCall(PlanFields, total=False):
     sampler: str
     ledger: str | None
     storage: str | None
+    on: str | None
     step_time: float | str | None
     progress: Progress
 

@@ -54,6 +54,7 @@ def find_feasible_config(
     sampler: str = "auto",
     ledger: str | None = None,
     storage: str | None = None,
+    on: str | None = None,
     progress: "Callable[[Progress], None] | bool" = True,
     **fields: Unpack[PlanFields],
 ) -> "Plan | TaskPlan":
@@ -63,8 +64,10 @@ def find_feasible_config(
     seconds or text such as "5min". `maximize` and `allow` take the words of `--maximize` and `--allow`. With "batch",
     and without `batch`, the plan has the largest batch that fits in one pass; with "seq", the longest sequences of
     which a step takes at most `step_time` (default: a minute) and that can be run within `timeout`.
-    Several devices, "cuda:0,cuda:1", search together. With `data`, as `train` takes it, features, outputs, vocabulary,
-    head, loss and lengths are those of the data, and the plan keeps how it is read (`id`, `target`, `stride`, ...).
+    Several devices, "cuda:0,cuda:1", search together, and with `storage` also workers that `oomguard work` starts. With
+    `on`, "ray" or "ray://host:10001", the nodes of a Ray cluster run the probes. With `data`, as `train` takes it,
+    features, outputs, vocabulary, head, loss and lengths are those of the data, and the plan keeps how it is read
+    (`id`, `target`, `stride`, ...).
     With `sampler` "gp", "tpe" or "random" one of Optuna's samplers explores, for comparison. `progress` shows how far
     the search is, on a terminal, in a notebook or as lines of a log; a function takes a `Progress` before and after
     every probe instead. Raises `NothingFitsError` if nothing fits.
@@ -81,7 +84,8 @@ def find_feasible_config(
     """
     given: dict[str, Any] = {**fields}
     if isinstance(spec, Task | str):
-        for name, value in (("data", data), ("ledger", ledger), ("storage", storage), ("step_time", step_time)):
+        spec_only = {"data": data, "ledger": ledger, "storage": storage, "step_time": step_time, "on": on}
+        for name, value in spec_only.items():
             if value is not None:
                 rule = f"The plan of a task does not take {name}"
                 raise MisuseError(rule=rule, got=f"got {shown(value)}", advice="Leave it out.")
@@ -94,7 +98,7 @@ def find_feasible_config(
     if steps is not None:
         given["steps"] = steps
     limits = Limits(max_probes=max_probes, seconds=parse_seconds(timeout, "timeout"))
-    more = {"limits": limits, "sampler": sampler, "ledger": ledger, "storage": storage}
+    more: dict[str, Any] = {"limits": limits, "sampler": sampler, "ledger": ledger, "storage": storage, "on": on}
     if step_time is not None:
         more["step_seconds"] = parse_seconds(step_time, "step_time")
     read = None

@@ -209,7 +209,8 @@ def _plan(*, device: str = "cpu", output: str = "plan.json", json: bool = False,
     """Find the fastest candidate that fits, by a few real probes, and write it to a plan file with its evidence.
 
     Probes run in child processes that are limited to the budget. Ctrl-C ends the search with the best plan so far.
-    For a card that this machine does not have, the plan is made by arithmetic alone.
+    For a card that this machine does not have, the plan is made by arithmetic alone. With --storage, workers (oomguard
+    work) take part, and with --on, the nodes of a Ray cluster run the probes.
 
     [bold]Examples[/bold]
 

@@ -137,6 +137,7 @@ SEARCH = [
     ),
     Flag("ledger", "DIR", "Store all records there, and continue with those that it has."),
     Flag("storage", "URL", "Optuna storage, for several machines that search together (see oomguard work)."),
+    Flag("on", "ADDRESS", "Run the probes on a Ray cluster: ray, or ray://host:10001."),
 ]
 WORKED = [
     Flag("storage", "URL", "Optuna storage of the search, as oomguard plan has it."),

@@ -13,6 +13,9 @@ from oomguard._spec.spec import Spec
 CPU_RUNTIME_BYTES = 318 * MIB
 """Resident bytes of a process that has imported torch and run a tiny step: interpreter, libraries, oneDNN's kernels.
 Just above all rows of benchmarks/results/cpu_peaks.csv, which start from 305 to 317 MiB (torch 2.13.0, CPU build)."""
+CUDA_HOST_BYTES = 2048 * MIB
+"""Resident bytes of a process that uses CUDA, from above: 1.96 GiB (pytorch issue 113326, torch 2.2 with lazy loading)
+and 1.83 GiB (issue 12873) were published."""
 COMMITTED_TENTHS = 28
 """Tenths of a committed byte for each resident one of growth, at most: oneDNN asks for 17.2 outputs a layer and touches
 6.1 of them until that layer's backward (measured: 1.36 for one LSTM layer, 1.85 for three, 2.10 for six)."""

@@ -10,14 +10,11 @@ from typing import Any, NamedTuple
 from oomguard._core.errors import MisuseError, flag, shown
 from oomguard._core.units import MIB
 from oomguard._estimate import terms
-from oomguard._estimate.target import CPU_RUNTIME_BYTES
+from oomguard._estimate.target import CPU_RUNTIME_BYTES, CUDA_HOST_BYTES
 from oomguard._fleet.read import Job
 from oomguard._fleet.value import Option
 from oomguard._spec.spec import Spec
 
-CUDA_HOST_BYTES = 2048 * MIB
-"""Resident bytes of a process that uses CUDA, from above: 1.96 GiB (pytorch issue 113326, torch 2.2 with lazy loading)
-and 1.83 GiB (issue 12873) were published."""
 DATA_BYTES = 200 * MIB  # host memory for data on disk: the claim of benchmarks/data_stay_on_disk.py
 UNIT_BYTES = 256 * MIB  # sizes are rounded up to this
 SLACK, PLANNING_SECONDS = 1.5, 300

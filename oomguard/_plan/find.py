@@ -2,7 +2,7 @@
 
 import hashlib
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -20,8 +20,9 @@ from oomguard._plan.make import best, make_plan
 from oomguard._plan.value import Environment, NothingFitsError, Plan
 from oomguard._probe.cache import Cache, user_directory
 from oomguard._probe.record import check_seconds, open_ledger, torch_version
-from oomguard._probe.runner import Runner
+from oomguard._probe.runner import Free, Runner
 from oomguard._search.largest import largest
+from oomguard._search.propose import MEASURE_SECONDS
 from oomguard._search.run import Limits, Progress, Search, SearchResult, measured_on, usable_bytes
 from oomguard._search.space import STEP_SECONDS, Choices, Problem, make_space
 from oomguard._spec.candidate import ALLOWED, KNOBS, check_allow, check_fixed, make_candidate, renew
@@ -29,6 +30,7 @@ from oomguard._spec.lengths import same_model
 from oomguard._spec.spec import MAX_BATCH, Spec
 
 if TYPE_CHECKING:
+    from oomguard._probe.ray import Cluster, RayDevice, RayRunner
     from oomguard._search.sampler import Sampler
 
 AIMS = ("throughput", "microbatch", "seq")  # what `--maximize` takes
@@ -52,9 +54,10 @@ class Question:
     """The sampler that chooses the probes: `auto` is ours; `gp`, `tpe` and `random` are Optuna's, for comparison."""
     open_batch: bool = False  # whether the batch is to be as large as fits in one pass, whatever the spec says
     step_seconds: float | None = None  # seconds of a step at most, with the aim `seq`; None: `STEP_SECONDS`
+    on: str | None = None  # a Ray cluster whose nodes run the probes; None: this machine does
 
     def __post_init__(self) -> None:
-        if not self.devices or (len(self.devices) > 1 and not all(map(is_here, self.devices))):
+        if not self.devices or (len(self.devices) + bool(self.on) > 1 and not all(map(is_here, self.devices))):
             raise MisuseError(
                 rule="--device takes one device, or several that are here",
                 got=f"got {shown(','.join(self.devices))}",
@@ -104,36 +107,70 @@ def _check_knobs(spec: Spec, fixed: dict[str, Any]) -> None:
     make_candidate(spec, **{"microbatch": 1} | fixed)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Where a search runs: the devices, of one kind, and what one of them offers."""
+
+    target: Target
+    budget: Budget
+    devices: "Sequence[Device | RayDevice]" = ()  # none: the target is only named
+    free: tuple[Free, ...] = ()  # what is free on each
+    cores: int = field(default_factory=lambda: cores())
+    workers: "Mapping[str, RayRunner] | None" = None  # the nodes of a cluster, by device
+
+
 def make_sampler(question: Question) -> "Sampler":
     """A sampler for a study of the user's own."""
     from oomguard._search.sampler import Sampler
 
-    target, budget = find_target(question.devices[0]), find_budget(question.devices[0])
-    return Sampler(_problem(question, target, [open_device(name) for name in question.devices], budget))
+    for name in question.devices:
+        open_device(name)  # raises unless it is here
+    return Sampler(_problem(question, _site(question, None)))
 
 
 def find_plan(question: Question, progress: Callable[[Progress], None] | None = None) -> Plan:
     """The plan; raises `NothingFitsError` if there is none."""
+    if question.on is None:
+        return _find_plan(question, progress, None)
+    from oomguard._probe.ray import Cluster
+
+    with Cluster(question.on, question.devices, MEASURE_SECONDS) as cluster:
+        return _find_plan(question, progress, cluster)
+
+
+def _find_plan(question: Question, progress: Callable[[Progress], None] | None, cluster: "Cluster | None") -> Plan:
     if question.open_batch and len(question.maximize) > 1:  # first how large the batch can be, then the other aims
-        first = find_plan(replace(question, maximize=("microbatch",)), progress)
+        first = _find_plan(replace(question, maximize=("microbatch",)), progress, cluster)
         if first.ended == "interrupted":
             return first
         question = replace(question, spec=first.spec, open_batch=False, limits=_limits_after(first, question.limits))
-    target, budget = find_target(question.devices[0]), find_budget(question.devices[0])
-    devices = [open_device(name) for name in question.devices] if is_here(question.devices[0]) else []
-    title = _title(devices) if devices else target.device
-    problem = _problem(question, target, devices, budget)
+    site = _site(question, cluster)
+    title = _title(site.devices) if site.devices else site.target.device
+    problem = _problem(question, site)
     result = SearchResult(problem=problem, records=(), ended="estimate", seconds=0.0)
-    if devices:
-        result = _search(question, problem, title, progress)
+    if site.devices:
+        result = _search(question, problem, title, progress, site)
     if problem.open_batch:
         result = _in_one_pass(result)
     libraries = [record.library for record in result.records if record.library is not None]
-    environment = make_environment(target, devices[0] if devices else None, budget, libraries)
-    plan = make_plan(result, environment, devices[0].environment if devices else None, question.budget_bytes)
+    device = site.devices[0] if site.devices else None
+    environment = make_environment(site.target, device, site.budget, libraries)
+    plan = make_plan(result, environment, None if device is None else device.environment, question.budget_bytes)
     if plan is None:
         raise NothingFitsError(explain(result.problem, result.evidence))
     return plan
+
+
+def _site(question: Question, cluster: "Cluster | None") -> Site:
+    """Where the search of a question runs: here, on a cluster, or nowhere."""
+    if cluster is not None:
+        place, free = cluster.devices[0].place, tuple(runner.free() for runner in cluster.workers.values())
+        more: dict[str, Any] = {"devices": cluster.devices, "cores": place.cores, "workers": cluster.workers}
+        return Site(target=place.target, budget=place.budget, free=free, **more)
+    devices = [open_device(name) for name in question.devices] if is_here(question.devices[0]) else []
+    free = tuple(Runner(device.name).free() for device in devices)
+    target, budget = find_target(question.devices[0]), find_budget(question.devices[0])
+    return Site(target=target, budget=budget, devices=devices, free=free)
 
 
 def _limits_after(plan: Plan, limits: Limits) -> Limits:
@@ -153,7 +190,7 @@ def plan_again(plan: Plan, spec: Spec) -> Plan:
         question = Question(
             spec=spec, devices=(plan.where.device,), budget_bytes=plan.asked_budget_bytes, allow=ALLOWED, fixed=fixed
         )
-        problem = _problem(question, plan.where, [], budget)
+        problem = _problem(question, Site(target=plan.where, budget=budget))
         result = SearchResult(problem=problem, records=(), ended="estimate", seconds=0.0)
         made = make_plan(result, environment, None, plan.asked_budget_bytes)
         if made is not None:
@@ -165,7 +202,9 @@ def plan_again(plan: Plan, spec: Spec) -> Plan:
     )
 
 
-def make_environment(target: Target, device: Device | None, budget: Budget, libraries: list[str]) -> Environment:
+def make_environment(
+    target: Target, device: "Device | RayDevice | None", budget: Budget, libraries: list[str]
+) -> Environment:
     """The machine and the software; without a device, the target is only named."""
     return Environment(
         oomguard=str(import_module("oomguard").__version__),
@@ -205,15 +244,15 @@ def _in_one_pass(result: SearchResult) -> SearchResult:
     return replace(result, problem=replace(result.problem, spec=spec, open_batch=False))
 
 
-def _problem(question: Question, target: Target, devices: list[Device], budget: Budget) -> Problem:
+def _problem(question: Question, site: Site) -> Problem:
     """The problem, with the budget that is free on all devices."""
-    free = [Runner(device.name).free() for device in devices]
-    free_bytes = min(map(usable_bytes, free), default=budget.limit_bytes)
+    target = site.target
+    free_bytes = min(map(usable_bytes, site.free), default=site.budget.limit_bytes)
     budget_bytes = min(free_bytes, question.budget_bytes or free_bytes)
     choices = Choices(
-        precisions=tuple(devices[0].precisions()) if devices else target.card_precisions,
-        cores=cores(),
-        expandable=target.cuda and bool(devices),
+        precisions=tuple(site.devices[0].precisions()) if site.devices else target.card_precisions,
+        cores=site.cores,
+        expandable=target.cuda and bool(site.devices),
         allow=question.allow,
         fixed=question.fixed,
     )
@@ -222,7 +261,7 @@ def _problem(question: Question, target: Target, devices: list[Device], budget: 
         target=target,
         space=make_space(question.spec, target, budget_bytes, choices),
         budget_bytes=budget_bytes,
-        host_bytes=free[0].host_bytes if target.cuda and free else None,
+        host_bytes=min(free.host_bytes for free in site.free) if target.cuda and site.free else None,
         maximize=question.maximize,
         step_seconds=question.step_seconds or STEP_SECONDS,
     )
@@ -233,7 +272,7 @@ def _problem(question: Question, target: Target, devices: list[Device], budget: 
 
 
 def _search(
-    question: Question, problem: Problem, title: str, progress: Callable[[Progress], None] | None
+    question: Question, problem: Problem, title: str, progress: Callable[[Progress], None] | None, site: Site
 ) -> SearchResult:
     from oomguard._search.study import TrialStore, storage_in
     from oomguard._search.work import shared
@@ -255,10 +294,11 @@ def _search(
         cache=cache,
         limits=question.limits,
         progress=progress,
+        workers=site.workers,
         records=[record for record in measured_on(title, earlier) if same_model(record.spec, question.spec)],
     )
     with shared(search):
-        return search.run(question.devices)
+        return search.run([device.name for device in site.devices])
 
 
 def _study_name(question: Question, title: str) -> str:
@@ -271,7 +311,7 @@ def _study_name(question: Question, title: str) -> str:
     return f"{question.spec.cell}-{question.spec.steps}-{hashlib.sha256(content).hexdigest()[:12]}"
 
 
-def _title(devices: list[Device]) -> str:
+def _title(devices: "Sequence[Device | RayDevice]") -> str:
     """The name that all devices have."""
     titles = {device.title() for device in devices}
     if len(titles) > 1 or len({device.name for device in devices}) < len(devices):

@@ -56,6 +56,10 @@ does not free the top of other arenas (mtrim, malloc.c, glibc 2.36: 10 to 28 MiB
 child)."""
 
 
+class LostError(Exception):
+    """The worker that was to run a probe does not answer any more."""
+
+
 class Runner(AbstractContextManager["Runner", None]):
     """Probes candidates on one device, one after the other. Close it, or use it as a context, to end its child.
 

@@ -4,19 +4,20 @@ import math
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
+from oomguard._core.errors import MisuseError
 from oomguard._estimate.target import resident_within
 from oomguard._predict.belief import believed, doubted
 from oomguard._predict.calibration import is_stale
 from oomguard._probe.cache import Cache
 from oomguard._probe.record import MAX_STEPS, Ledger, Record, torch_version
-from oomguard._probe.runner import Free, Runner
+from oomguard._probe.runner import Free, LostError, Runner
 from oomguard._probe.verdict import Verdict
 from oomguard._search.propose import CHILD_SECONDS, MEASURE_SECONDS, Probe
 from oomguard._search.space import Problem
@@ -25,8 +26,10 @@ if TYPE_CHECKING:
     from optuna import Study
     from optuna.trial import FrozenTrial, Trial
 
+    from oomguard._probe.ray import RayRunner
     from oomguard._search.study import TrialStore
 
+AnyRunner: TypeAlias = "Runner | RayRunner"
 MAX_PROBES = 24
 TIMEOUT_SECONDS = 55.0  # seconds of a whole search by default
 POLL_SECONDS = 0.2
@@ -85,6 +88,10 @@ class Search:
     records: list[Record] = field(default_factory=list)
     stale: bool = False
     ended: str | None = None
+    workers: Mapping[str, AnyRunner] | None = (
+        None  # runners elsewhere, by device; None: devices are those of this machine
+    )
+    lost: list[LostError] = field(default_factory=list)  # why workers were lost
     helps: bool = False  # whether it is a worker for the search of another process, and ends with that one
     waited_with: object = None  # what was known when there was nothing to do but to wait for others
     unreachable: bool = False  # whether the storage has failed to answer
@@ -95,7 +102,7 @@ class Search:
     def run(self, devices: Iterable[str]) -> SearchResult:
         """Work on each device in a thread of its own until the search is done, out of time, interrupted or failed."""
         with ExitStack() as stack:
-            runners = [stack.enter_context(Runner(name, seconds=MEASURE_SECONDS)) for name in devices]
+            runners = [self._open(name, stack) for name in devices]
             pool = stack.enter_context(ThreadPoolExecutor(len(runners)))
             running = workers = {pool.submit(self._work, runner) for runner in runners}
             try:
@@ -109,6 +116,9 @@ class Search:
                 self.ended = "interrupted"
                 for runner in runners:
                     runner.close()
+        if len(self.lost) == len(runners) and self.ended is None:
+            got, advice = f"all are lost ({self.lost[-1]})", "Look after the cluster, and start the search again."
+            raise MisuseError(rule="A search needs workers that run its probes", got=got, advice=advice)
         return SearchResult(
             problem=self.problem,
             records=tuple(sorted(self.records, key=lambda record: record.started)),
@@ -117,13 +127,20 @@ class Search:
             stale=self.stale,
         )
 
+    def _open(self, device: str, stack: ExitStack) -> AnyRunner:
+        """The runner of a device, which is closed with the stack."""
+        runner = Runner(device, seconds=MEASURE_SECONDS) if self.workers is None else self.workers[device]
+        stack.callback(runner.close)
+        return runner
+
     @property
     def left(self) -> float:
         """Seconds until the end."""
         return self.limits.seconds - (time.monotonic() - self.began)
 
-    def _work(self, runner: Runner) -> None:
+    def _work(self, runner: AnyRunner) -> None:
         """Let the study choose probes, and run them and store their records, until there is nothing more to do."""
+        from oomguard._search.study import is_outage
 
         def objective(trial: "Trial") -> list[float]:
             return self._measure(trial, runner, self.trials.sampler.suggest(trial))
@@ -138,9 +155,20 @@ class Search:
                     self.trials.study.optimize(objective, callbacks=[go_on])
                 return
             except Exception as error:
-                if not self.trials.give_up(error):
+                can_go_on = self.trials.give_up(error)
+                if isinstance(error, LostError):
+                    self._lose(error)
+                    return
+                if not can_go_on:
                     raise
-                self._wait()
+                if is_outage(error):
+                    self._wait()
+
+    def _lose(self, error: LostError) -> None:
+        """A worker is lost, and its trial has failed. The others go on."""
+        if self.ended is None:
+            self.lost.append(error)
+            warnings.warn(f"A worker of the search is lost: {error}. The others go on.", stacklevel=2)
 
     def _wait(self) -> None:
         """The storage does not answer. It is tried again until the time is up; what was measured is kept here."""
@@ -151,7 +179,7 @@ class Search:
             self.ended = self.ended or "storage"
         time.sleep(POLL_SECONDS)
 
-    def _decide(self, runner: Runner) -> bool:
+    def _decide(self, runner: AnyRunner) -> bool:
         """Decide on the next probe of this worker, or wait for what others find; False if there is nothing to do."""
         while self.ended is None:
             with self.lock:
@@ -164,7 +192,7 @@ class Search:
             time.sleep(POLL_SECONDS)
         return False
 
-    def _next(self, runner: Runner) -> Probe | None:
+    def _next(self, runner: AnyRunner) -> Probe | None:
         """The next probe within what is free now, in the light of other machines' records.
 
         If a limit is reached there is none, and `ended` says why.
@@ -203,7 +231,7 @@ class Search:
         left = self.limits.seconds - probing_seconds(stored)
         return left if left / 2 <= self.left else self.left
 
-    def _measure(self, trial: "Trial", runner: Runner, probe: Probe) -> list[float]:
+    def _measure(self, trial: "Trial", runner: AnyRunner, probe: Probe) -> list[float]:
         """Run a probe, store its record, and return the values of its trial."""
         timeout = max(CHILD_SECONDS, self.left if probe.role == "confirm" else self.left / 2)
         self.trials.mark(trial, probe)
@@ -236,7 +264,7 @@ class Search:
     def _gives_way(self, trial: "Trial", probe: Probe) -> bool:
         """Whether another worker has chosen the same probe, or the last one that is allowed, at the same moment."""
         earlier, stored = self.trials.earlier(trial), measured_on(self.cache.title, self.trials.records())
-        others = [*earlier, *measured_on(self.cache.title, stored, known=self.records)]
+        others: list[Record | Probe] = [*earlier, *measured_on(self.cache.title, stored, known=self.records)]
         return any(map(probe.is_of, others)) or len(stored) + len(earlier) >= self.limits.max_probes
 
     def _keep(self, record: Record) -> None:

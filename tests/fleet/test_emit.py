@@ -17,7 +17,8 @@ import oomguard
 from oomguard._cli import flags
 from oomguard._cli.app import run
 from oomguard._core.units import MIB
-from oomguard._fleet.command import CUDA_HOST_BYTES, Work, make_work, slugs
+from oomguard._estimate.target import CUDA_HOST_BYTES
+from oomguard._fleet.command import Work, make_work, slugs
 from oomguard._fleet.emit import EMITTERS, emit, to_yaml
 from oomguard._fleet.value import Fleet
 

@@ -9,7 +9,7 @@ from oomguard._device.find import find_budget, find_target
 from oomguard._estimate import cards
 from oomguard._fleet.fit import Request, fit_all
 from oomguard._fleet.pairs import NEVER_BYTES, Pairs
-from oomguard._plan.find import Question, _problem, find_plan
+from oomguard._plan.find import Question, Site, _problem, find_plan
 from oomguard._plan.make import best
 
 NAMES = ("p100-16gb", "v100-16gb", "t4", "rtx-4090", "a100-80gb", "h100-80gb")
@@ -41,7 +41,7 @@ RULES: list[dict[str, Any]] = [
 def alone(request: Request, card: str) -> tuple[object, ...]:
     """The candidate, the peak and the margin of a plan for a named card; what is needed if there is none."""
     question = Question(spec=request.spec, devices=(card,), allow=request.allow, fixed=request.fixed)
-    table, row = best(_problem(question, find_target(card), [], find_budget(card)), ())
+    table, row = best(_problem(question, Site(target=find_target(card), budget=find_budget(card))), ())
     if row is None:
         return (int(table.expected.safe_bytes[table.smallest]) if table.runs.any() else 2 * NEVER_BYTES,)
     expected = table.expected[row]
