@@ -91,7 +91,7 @@ class RayRunner(AbstractContextManager["RayRunner", None]):
         needs = [self._needs(spec, one) for one in (candidate, rival) if one is not None]
         most = {name: max(one[name] for one in needs) for name in needs[0]}
         asked = {"spec": spec, "candidate": candidate, "timeout": timeout, "rival": rival} | limits
-        self._task = _on(self.ray, self.node, _measure, **most, max_retries=1).remote(
+        self._task = _on(self.ray, self.node, _measure, **most, max_retries=0).remote(
             self.device.place.target.device, self.seconds, asked
         )
         deadline = time.monotonic() + timeout + START_SECONDS
@@ -99,7 +99,8 @@ class RayRunner(AbstractContextManager["RayRunner", None]):
             while not self.ray.wait([self._task], timeout=POLL_SECONDS)[0]:
                 if time.monotonic() > deadline:
                     raise LostError(f"{self.device.name} did not answer in time")
-            record, self._free = self.ray.get(self._task)
+            task, self._task = self._task, None  # it has ended, and close() has nothing to do
+            record, self._free = self.ray.get(task)
         except self.ray.exceptions.RayError as error:
             raise LostError(f"{self.device.name} failed: {str(error).splitlines()[0]}") from None
         finally:
