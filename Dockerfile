@@ -17,7 +17,7 @@ WORKDIR /src
 COPY pyproject.toml README.md LICENSE constraints.txt ./
 COPY oomguard oomguard
 RUN python3 -m venv /opt/oomguard && \
-    /opt/oomguard/bin/pip install --no-cache-dir -c constraints.txt . && \
+    /opt/oomguard/bin/pip install --no-cache-dir -c constraints.txt '.[postgresql]' && \
     rm -rf /src/build /src/*.egg-info
 
 # a user without rights: results belong to whoever is given by `docker run --user`

@@ -69,6 +69,35 @@ def test_the_kubernetes_job_trains_and_knows_the_exit_codes() -> None:
     assert container["volumeMounts"][0]["name"] == pod["volumes"][0]["name"]
 
 
+SEARCHES = ("search_slurm.sh", "search_sky.yaml", "search_kubernetes.yaml")
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_a_job_of_several_workers_plans_once_and_works_elsewhere(name: str) -> None:
+    path = ROOT / "examples" / name
+    script = path.read_text()
+    if name.endswith(".yaml"):
+        job: dict[str, Any] = yaml.safe_load(script)
+        script = job["run"] if "run" in job else job["spec"]["template"]["spec"]["containers"][0]["command"][2]
+    subprocess.run(["bash", "-n", "-c", script], check=True)
+    lines = [line for line in script.splitlines() if " oomguard " in line and not line.startswith("#")]
+    calls = [words for line in lines for words in oomguard_calls(line)]
+    assert [words[1] for words in calls] == ["plan", "work"]
+    assert all("storage" in parsed(words) for words in calls)
+    assert path.read_text() in (ROOT / "docs" / "guides" / "clusters.md").read_text()
+
+
+@pytest.mark.parametrize(("task", "command"), [("0", "plan"), ("3", "work")])
+def test_the_first_of_an_array_of_jobs_plans(task: str, command: str, tmp_path: Path) -> None:
+    (tmp_path / "srun").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_ARRAY_TASK_ID": task}
+    words = ["bash", str(ROOT / "examples" / "search_slurm.sh"), "sqlite:///a b.db"]
+    done = subprocess.run(words, env=variables, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"oomguard {command} ")
+    assert done.stdout.endswith("--storage sqlite:///a b.db\n")
+
+
 # ---- the image and the recipe
 
 
@@ -107,4 +136,5 @@ def test_the_recipe_has_the_version_and_the_dependencies_of_the_project() -> Non
 
 def test_no_file_names_a_registry() -> None:
     names = ("Dockerfile", "examples/slurm.sh", "examples/kubernetes.yaml", "packaging/conda/recipe.yaml")
+    names += tuple(f"examples/{name}" for name in SEARCHES)
     assert not [name for name in names if "://" in (ROOT / name).read_text()]

@@ -176,6 +176,7 @@ ARITHMETIC = {
 TINY = "--model gru --seq 12 --features 3 --hidden 4 --layers 1 --batch 4 --threads 1"
 PROBE = f"probe {TINY} --ledger {{ledger}} --json"
 PLAN = f"plan {TINY} --max-probes 1 --ledger {{ledger}} --output {{home}}/plan.json --json"
+WORK = "work --storage sqlite:///{ledger}/study.db --json"  # the search has ended: nothing is left to run
 TRAIN = "train {unlimited} --data {data} --steps 2 --run {run} --json"
 
 
@@ -200,7 +201,7 @@ class Session:
         adopt(HERE / RECORDS, self.ledger / "records.jsonl")
         self.ran = {name: self(line) for name, line in ARITHMETIC.items()}
         with variables(OOMGUARD_CACHE=str(self.cache)):
-            self.ran["plan"] = self(PLAN)
+            self.ran |= {"plan": self(PLAN), "work": self(WORK)}
             self(PLAN.replace("--hidden 4", "--hidden 5"))  # the golden ledger may have all records of the other model
         self.ran |= {"probe": self(PROBE), "train": self(TRAIN, start=run_alone)}
         self.resumed = adopt(HERE / RUN, home / RUN)
