@@ -182,7 +182,9 @@ class Cluster(AbstractContextManager["Cluster", None]):
                 stacklevel=2,
             )
         return [
-            RayRunner(self.ray, node, RayDevice(name=f"{device} {number} of {node['NodeID']}", place=place), seconds)
+            RayRunner(
+                self.ray, node, RayDevice(name=f"{device}:{number} of node {node['NodeID'][:12]}", place=place), seconds
+            )
             for node, place in found
             if place.kind == kind
             for number in range(int(node["Resources"][resource]) if device == "cuda" else 1)

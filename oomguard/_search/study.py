@@ -216,6 +216,8 @@ def opened(url: str | None, opening: Callable[[], Opened], pauses: Sequence[floa
             got = masked(f"{missing.name} is not installed ({url})")
             raise MisuseError(rule="A database needs its driver", got=got, advice=advice) from None
         why = str(error.__cause__ or error).partition("\n")[0]
+        if re.search(r"://[^:/@\s]*:\S*@\S*@", url or ""):  # the rest of the password would be taken for the host
+            why = "in a password, @ is written as %40"
         raise (AbsentError if is_outage(error) else MisuseError)(
             rule="The storage must be a URL that Optuna takes, such as sqlite:///study.db",
             got=masked(f"{url} cannot be opened ({why})"),

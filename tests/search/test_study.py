@@ -175,12 +175,24 @@ def test_the_first_value_that_is_noted_stays(storage: str) -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["nosuch://me:s3cret@nowhere/study", "nosuch://me:s3c@ret@nowhere/study", "nosuch://nowhere/a?password=s3cret"],
+    [
+        "nosuch://me:s3cret@nowhere/study",
+        "nosuch://me:s3c@ret@nowhere/study",
+        "nosuch://nowhere/a?password=s3cret",
+    ],
 )
 def test_a_storage_that_cannot_be_opened_is_told_without_its_password(url: str) -> None:
     with pytest.raises(MisuseError, match=r"nosuch://.*nowhere") as caught:
         store("a", "throughput", storage=url)
     assert "s3c" not in str(caught.value)
+
+
+def test_an_unquoted_sign_in_a_password_is_told_without_the_password() -> None:
+    pytest.importorskip("psycopg", reason="psycopg is not installed (the extra postgresql)")
+    with pytest.raises(MisuseError, match="@ is written as %40") as caught:
+        store("a", "throughput", storage="postgresql://me:s3c@ret@127.0.0.1:1/x")
+    assert "s3c" not in str(caught.value)
+    assert "ret" not in str(caught.value)
 
 
 def test_two_workers_see_each_others_records_and_probes(storage: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pwd
 import shutil
 import signal
 import socket
@@ -208,10 +209,15 @@ def program(name: str) -> str:
     return found
 
 
+def is_root() -> bool:
+    return os.getuid() == 0
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """The URL of a database of a server on loopback. It does not run as root, which it refuses."""
-    own: dict[str, Any] = {"user": "nobody", "group": "nogroup", "extra_groups": []} if os.getuid() == 0 else {}
+    nobody = pwd.getpwnam("nobody")
+    own: dict[str, Any] = {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []} if is_root() else {}
     initdb, postgres = program("initdb"), program("postgres")
     with socket.socket() as free, tempfile.TemporaryDirectory(prefix="pg") as home:
         free.bind(("127.0.0.1", 0))
