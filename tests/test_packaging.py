@@ -135,6 +135,6 @@ def test_the_recipe_has_the_version_and_the_dependencies_of_the_project() -> Non
 
 
 def test_no_file_names_a_registry() -> None:
-    names = ("Dockerfile", "examples/slurm.sh", "examples/kubernetes.yaml", "packaging/conda/recipe.yaml")
-    names += tuple(f"examples/{name}" for name in SEARCHES)
+    names = ["Dockerfile", "examples/slurm.sh", "examples/kubernetes.yaml", "packaging/conda/recipe.yaml"]
+    names += [f"examples/{name}" for name in SEARCHES]
     assert not [name for name in names if "://" in (ROOT / name).read_text()]
