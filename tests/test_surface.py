@@ -100,7 +100,7 @@ STARTS = {
     "run": "run",
     "check": "check {plan}",
     "fleet": "fleet {jobs} --cards {cards}",
-    "work": "work --storage sqlite:///{home}/searches.db",
+    "work": "work --storage sqlite:///{ledger}/study.db",
 }
 
 

@@ -157,38 +157,46 @@ class Cluster(AbstractContextManager["Cluster", None]):
 
     def _find(self, device: str, seconds: float) -> list[RayRunner]:
         """A runner for each node or card of the most frequent kind that has the torch of this process."""
-        tell("Asking the nodes of the cluster what they are")
-        resource, needs = ("GPU", {"num_gpus": 1}) if device == "cuda" else ("CPU", {})
+        resource = "GPU" if device == "cuda" else "CPU"
         nodes = [node for node in self.ray.nodes() if node["Alive"] and node["Resources"].get(resource, 0) >= 1]
-        asked = {_on(self.ray, node, _look, num_cpus=0, max_retries=0, **needs).remote(device): node for node in nodes}
-        done, _ = self.ray.wait([*asked], num_returns=len(asked), timeout=LOOK_SECONDS) if asked else ([], [])
-        found: list[tuple[dict[str, Any], Place]] = []
-        why = "no node has any"
-        for task in done:
-            try:
-                found.append((asked[task], _within(msgspec.json.decode(self.ray.get(task), type=Place), asked[task])))
-            except (self.ray.exceptions.RayError, MisuseError) as error:
-                why = str(error).strip().splitlines()[-1]
-        kinds = Counter(place.kind for _, place in found if place.torch == torch_version())
-        if not kinds:
-            why = f"none of {len(found)} nodes has torch {torch_version()}" if found else why
-            advice = "Install the same oomguard and torch on every node."
-            raise MisuseError(rule=f"The cluster needs a {resource} that can run probes", got=why, advice=advice)
-        kind, count = kinds.most_common(1)[0]
+        if not nodes:
+            advice = "Choose another --device, or another cluster."
+            raise MisuseError(rule=f"--device {device} needs a node with a {resource}", got="got none", advice=advice)
+        found = [(node, place) for node, place in self._look(nodes, device) if place.torch == torch_version()]
+        if not found:
+            rule, got = "The nodes need the torch of this process", f"none of them has torch {torch_version()}"
+            raise MisuseError(rule=rule, got=got, advice="Install the same version everywhere.")
+        kind, count = Counter(place.kind for _, place in found).most_common(1)[0]
         if count < len(nodes):
-            warnings.warn(
-                f"{len(nodes) - count} of {len(nodes)} nodes take no part, since they are no {kind[0]} with torch"
-                f" {kind[1]} like the others.",
-                stacklevel=2,
-            )
-        return [
-            RayRunner(
-                self.ray, node, RayDevice(name=f"{device}:{number} of node {node['NodeID'][:12]}", place=place), seconds
-            )
-            for node, place in found
-            if place.kind == kind
+            others = f"{len(nodes) - count} of {len(nodes)} nodes of the cluster take no part"
+            warnings.warn(f"{others}, since they are not like the others ({kind[0]}, torch {kind[1]}).", stacklevel=2)
+        places = [(node, place) for node, place in found if place.kind == kind]
+        devices = [
+            (node, RayDevice(name=f"{device}:{number} of node {node['NodeID'][:12]}", place=place))
+            for node, place in places
             for number in range(int(node["Resources"][resource]) if device == "cuda" else 1)
         ]
+        return [RayRunner(self.ray, node, one, seconds) for node, one in devices]
+
+    def _look(self, nodes: list[dict[str, Any]], device: str) -> list[tuple[dict[str, Any], Place]]:
+        """What the nodes say of their devices, as far as they answer."""
+        tell("Asking the nodes of the cluster what they are")
+        needs = {"num_cpus": 0, "num_gpus": int(device == "cuda"), "max_retries": 0}
+        asked = {_on(self.ray, node, _look, **needs).remote(device): node for node in nodes}
+        done, late = self.ray.wait([*asked], num_returns=len(asked), timeout=LOOK_SECONDS)
+        found, why = list[tuple[dict[str, Any], Place]](), f"{len(late)} did not answer in time"
+        for task in done:
+            try:
+                place = msgspec.json.decode(self.ray.get(task), type=Place)
+                found.append((asked[task], _within(place, asked[task])))
+            except (self.ray.exceptions.RayError, MisuseError) as error:
+                why = str(error).strip().splitlines()[-1]
+        for task in late:
+            self.ray.cancel(task, force=True)
+        if not found:
+            rule, advice = "The nodes of the cluster need oomguard", "Install the same version everywhere."
+            raise MisuseError(rule=rule, got=f"none of {len(nodes)} answered ({why})", advice=advice)
+        return found
 
 
 def _connect(address: str) -> Any:

@@ -144,7 +144,8 @@ class Search:
         from oomguard._search.study import is_outage
 
         def objective(trial: "Trial") -> list[float]:
-            return self._measure(trial, runner, self.trials.sampler.suggest(trial))
+            with self.trials.running_trial():
+                return self._measure(trial, runner, self.trials.sampler.suggest(trial))
 
         def go_on(study: "Study", trial: "FrozenTrial") -> None:
             if not self._decide(runner):

@@ -12,8 +12,8 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -115,11 +115,21 @@ class TrialStore:
         self._freed.discard(thread)
         return freed or is_outage(error)
 
+    @contextmanager
+    def running_trial(self) -> Iterator[None]:
+        """Inside, this thread runs a trial. Note if another worker frees it, which Optuna tells as a wrong value."""
+        try:
+            yield
+        except UpdateFinishedTrialError:
+            self._freed.add(threading.get_ident())
+            raise
+
     def recover(self) -> None:
         """Mark the trials of workers that have died as failed, so that none stays RUNNING for ever."""
         for trial in self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
             if self._is_gone(trial):
-                self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
+                with suppress(UpdateFinishedTrialError):  # another worker was faster
+                    self.study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ExperimentalWarning)
             fail_stale_trials(self.study)

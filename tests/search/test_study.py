@@ -7,12 +7,14 @@ import subprocess
 import sys
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import Trial, TrialState
 from search.machine import Machine, make_problem
 from strategies import attempt, has_three_beats
@@ -297,6 +299,25 @@ def test_a_record_whose_trial_another_worker_has_freed_is_kept(storage: str) -> 
     assert not here.give_up(caught.value)
     assert there.records() == [record]
     assert [one.state for one in there.study.trials] == [TrialState.FAIL, TrialState.COMPLETE]
+
+
+def test_a_trial_that_is_freed_before_its_probe_begins_ends_no_search(storage: str) -> None:
+    here, there = (store("a", "throughput", storage=storage) for _ in range(2))
+    trial = begin(here, make_probe())
+    there.study.tell(trial.number, state=TrialState.FAIL)
+    with pytest.raises(UpdateFinishedTrialError) as caught, here.running_trial():
+        here.mark(trial, make_probe())
+    assert here.give_up(caught.value)
+
+
+def test_workers_that_find_the_same_dead_trial_at_once_all_go_on(storage: str) -> None:
+    workers = [store("a", "throughput", storage=storage) for _ in range(4)]
+    for _ in range(4):
+        begin(workers[0], make_probe()).set_user_attr("owner", f"{_host()} {(1 << 22) + 1} 5")
+    with ThreadPoolExecutor(4) as pool:
+        for future in [pool.submit(worker.recover) for worker in workers]:
+            future.result()
+    assert {trial.state for trial in workers[0].study.trials} == {TrialState.FAIL}
 
 
 def test_a_worker_sees_what_others_began_before_it(storage: str) -> None:
