@@ -190,7 +190,7 @@ def test_every_knob_has_a_flag(capsys: Capture) -> None:
 def test_every_flag_reaches_its_field(capsys: Capture) -> None:
     knobs = "--microbatch 4 --accumulation 8 --precision bf16 --segments 3 --engine native --threads 2"
     more = "--levels 2 --keep host --offload --update fused --state-8bit --allocator system --workers 3 --prefetch 5"
-    result = document(capsys, f"{LSTM} {knobs} {more}")["candidate"]
+    result = document(capsys, f"{LSTM} {knobs} {more} --shards 6")["candidate"]
     wanted = {"microbatch": 4, "accumulation": 8, "precision": "bf16", "segments": 3, "recompute": True}
     wanted |= {"engine": "native", "threads": 2, "offload": True, "update": "fused", "state_8bit": True}
     assert result == wanted | {
@@ -200,6 +200,7 @@ def test_every_flag_reaches_its_field(capsys: Capture) -> None:
         "window": None,
         "levels": 2,
         "keep": "host",
+        "shards": 6,
     }
 
 
