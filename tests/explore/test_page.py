@@ -133,6 +133,9 @@ def test_the_server_answers_json_about_settings(address: str) -> None:
     [
         ("/", None, {}, 404),
         ("/answer", b"{}", {}, 404),
+        ("/measure", b"{}", {}, 404),
+        (f"/{'A' * 22}/answer", b"{}", {}, 404),
+        (f"/{'A' * 22}/", None, {}, 404),
         ("{own}answer", b"{}", {"Host": "evil.example"}, 400),
         ("{own}answer", b"{}", {"Content-Type": "text/plain"}, 415),
         ("{own}answer", b"[1", {}, 400),
