@@ -182,7 +182,7 @@ function mount(place, { ask, controls, settings, probes, told = () => {} }) {
   const form = make("form", { class: "controls", "aria-label": "Settings" });
   const title = make("h2"), verdict = make("p", { class: "verdict", role: "status" }), moment = make("p", { class: "soft" });
   const bars = make("tbody"), region = make("table", { class: "region" }), front = make("div"), advice = make("ul");
-  const copies = make("div"), measured = make("div"), probed = make("p", { class: "soft", role: "status" });
+  const copies = make("div"), measured = make("div", { class: "measured" }), probed = make("p", { class: "soft", role: "status" });
   const section = (name, ...parts) => make("section", {}, make("h3", {}, name), ...parts);
   const speed = section("How much memory does speed need?", front), tracing = make("p", { class: "soft tracing" });
   const answers = make("div", { class: "answers" }, moment, tracing, make("table", { class: "bars" }, bars),

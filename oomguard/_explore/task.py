@@ -16,7 +16,7 @@ from oomguard._device.find import find_budget, find_target
 from oomguard._estimate.breakdown import Estimate
 from oomguard._estimate.cards import card
 from oomguard._estimate.target import CPU, Target, on_card
-from oomguard._explore.answers import bars, control_of, places, toml_value, verdict
+from oomguard._explore.answers import bars, control_of, exact_text, places, toml_value, verdict
 from oomguard._explore.explorer import Explorer, Settings
 from oomguard._explore.traces import Grid, Point, Tracer, Want
 from oomguard._fleet.tasks import TRACED_ON
@@ -331,7 +331,7 @@ def task_settings(
         got = f"the plan is of {plan.task}"
         raise MisuseError(rule=f"The plan must be one of {name_of(task)}", got=got, advice="Name the task of the plan.")
     knobs = {name: getattr(plan.candidate, name) for name in TURNED}
-    where = {"device": plan.where.device, "budget": f"{plan.budget_bytes}B", "seq": plan.seq}
+    where = {"device": plan.where.device, "budget": exact_text(plan.budget_bytes), "seq": plan.seq}
     return {name: value for name, value in (knobs | where | settings).items() if value is not None}, plan.records
 
 

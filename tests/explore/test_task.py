@@ -19,7 +19,7 @@ import oomguard
 from oomguard import MisuseError
 from oomguard._api.measure import make_explorer
 from oomguard._cli.app import run
-from oomguard._core.units import format_bytes
+from oomguard._core.units import format_bytes, read_budget
 from oomguard._explore.explorer import Explorer
 from oomguard._explore.task import TaskExplorer
 from oomguard._explore.traces import Grid
@@ -177,7 +177,7 @@ def test_the_records_of_a_plan_stand_beside_their_traces(explored: Callable[...,
     path = str(oomguard.save_plan(plan, tmp_path / "plan.json"))
     explorer = explored(NAME, measured=path)
     knobs = plan.candidate
-    assert explorer.settings["budget"] == f"{plan.budget_bytes}B"
+    assert read_budget(explorer.settings["budget"]) == plan.budget_bytes
     assert (explorer.settings["seq"], explorer.settings["microbatch"]) == (60, knobs.microbatch)
     (record,) = explorer.whole_answer(explorer.settings)["measured"]
     assert record["measured"] == format_bytes(plan.records[0].peak_bytes or 0)
