@@ -24,6 +24,8 @@ CELL_SECONDS = 300
 """Time limit of one cell. No cell needs nearly as much, so only a cell that hangs is stopped."""
 VOLATILE = ("execution", "widgets")
 """Metadata that changes from run to run and is not stored."""
+WIDGET = "application/vnd.jupyter.widget-view+json"
+"""Names an object of a kernel that runs. It is not stored, but the text of the widget is."""
 
 
 class OwnKernel(AsyncKernelManager):
@@ -51,6 +53,8 @@ def execute(source: Path, target: Path) -> None:
         cell.id = f"cell-{number}"
         if "outputs" in cell:
             cell.outputs = [output for output in cell.outputs if not is_empty(output)]
+            for output in cell.outputs:
+                output.get("data", {}).pop(WIDGET, None)
         for name in VOLATILE:
             cell.metadata.pop(name, None)
     notebook.metadata = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oomguard._core.errors import Field, MisuseError, check_names, fields_of, flag
-from oomguard._core.units import format_bytes, read_budget
+from oomguard._core.units import GIB, MIB, format_bytes, read_budget
 from oomguard._device.find import find_budget, find_target
 from oomguard._estimate.breakdown import Estimate, estimate_batch, estimate_step, margin_bytes
 from oomguard._estimate.cards import names as card_names
@@ -69,9 +69,15 @@ def settings_of(subject: Subject, budget: int | str | None = None) -> dict[str, 
         del knobs["microbatch"]
     settings = {name: getattr(spec, name) for name in SHOWN} | _changed(spec, Spec) | knobs
     if budget is None and subject.plan is not None:
-        budget = f"{subject.budget_bytes}B"
+        budget = exact_text(subject.budget_bytes)
     where = {"device": subject.target.device, "budget": None if budget is None else str(budget)}
     return {name: value for name, value in (settings | where).items() if value is not None}
+
+
+def exact_text(size_bytes: int) -> str:
+    """Bytes as a budget that means exactly as many."""
+    unit, name = next((one for one in ((GIB, "GiB"), (MIB, "MiB")) if size_bytes % one[0] == 0), (1, "B"))
+    return f"{size_bytes // unit}{name}"
 
 
 def answer(settings: Settings, records: Sequence[Record] = ()) -> dict[str, Any]:
@@ -99,7 +105,7 @@ def answer(settings: Settings, records: Sequence[Record] = ()) -> dict[str, Any]
         "bars": bars({name: int(size) for name, size in estimate.terms.items()}, estimate),
         "advice": [] if fits and not estimate.fits else advise(question.spec, estimate, question.target),
         "region": _region(question, calibration),
-        "front": _front(question, estimate, calibration, records),
+        "front": _front(question, calibration, records),
         "measured": [*_measured(question, records)],
         "tracing": "",
         "copies": _copies(question, settings),
@@ -145,20 +151,19 @@ def _fitting(question: Question, calibration: Calibration, spec: Spec, rows: lis
         estimate = estimate_batch(spec, serve(spec, Candidates(**knobs)), question.target)
     except MisuseError:  # longer or wider than anything that can be estimated
         return [0] * len(rows)
-    within = np.asarray(estimate.runs & (_safe_bytes(calibration, spec, estimate) <= question.budget_bytes))
+    within = np.asarray(estimate.runs & (sum(_peaks(calibration, spec, estimate)) <= question.budget_bytes))
     table = np.broadcast_to(within, sizes.shape).reshape(len(rows), len(counts))
     return [2 if row[0] else int(row.any()) for row in table]
 
 
-def _safe_bytes(calibration: Calibration, spec: Spec, estimate: Estimate) -> NDArray[np.int64]:
-    """The peaks of candidates with their margins, as probes correct them, if there are any."""
+def _peaks(calibration: Calibration, spec: Spec, estimate: Estimate) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The peaks of candidates and their margins, as probes correct them, if there are any."""
     if not calibration.records:
-        return np.asarray(estimate.total_bytes + estimate.margin_bytes)
-    peak_bytes, margins_bytes = calibration.of(spec).predict_memory(estimate)
-    return peak_bytes + margins_bytes
+        return np.asarray(estimate.total_bytes), np.asarray(estimate.margin_bytes)
+    return calibration.of(spec).predict_memory(estimate)
 
 
-def _front(question: Question, now: Estimate, calibration: Calibration, records: Sequence[Record]) -> dict[str, Any]:
+def _front(question: Question, calibration: Calibration, records: Sequence[Record]) -> dict[str, Any]:
     """The candidates that fit and that no other one beats in memory and speed, the present one, and those measured.
 
     Speeds are shares of the fastest one's: guesses, as long as nothing was measured.
@@ -171,9 +176,10 @@ def _front(question: Question, now: Estimate, calibration: Calibration, records:
     candidates = serve(spec, Candidates(**knobs | {"microbatch": rows, "segments": pieces}))
     estimate = estimate_batch(spec, candidates, target)
     seconds = calibration.predict_time(estimate)[0]
-    own = float(calibration.predict_time(estimate_batch(spec, _alone(question.candidate), target))[0][0])
-    peaks, safe = np.asarray(estimate.total_bytes), _safe_bytes(calibration, spec, estimate)
-    fits = np.flatnonzero(np.asarray(estimate.runs) & (safe <= question.budget_bytes))
+    alone = estimate_batch(spec, _alone(question.candidate), target)
+    own, own_peak = float(calibration.predict_time(alone)[0][0]), int(_peaks(calibration, spec, alone)[0].item())
+    peaks, margins = _peaks(calibration, spec, estimate)
+    fits = np.flatnonzero(np.asarray(estimate.runs) & (peaks + margins <= question.budget_bytes))
     best = fits[pareto_front(peaks[fits], seconds[fits])] if len(fits) else fits
     ran = [one for one in records if one.spec == spec and one.peak_bytes and one.seconds_per_step]
     fastest = float(min([own, *seconds[best], *(one.seconds_per_step or own for one in ran)]))
@@ -188,7 +194,7 @@ def _front(question: Question, now: Estimate, calibration: Calibration, records:
         "points": [
             point(int(peaks[row]), float(seconds[row]), knobs=knobs) for row, knobs in zip(ordered, chosen, strict=True)
         ],
-        "now": point(int(now.total_bytes), own),
+        "now": point(own_peak, own),
         "ran": [
             point(one.peak_bytes or 0, one.seconds_per_step or own, words=candidate_words(one.candidate)) for one in ran
         ],

@@ -89,7 +89,8 @@ function showBars(place, { bars, fits }) {
   }));
 }
 
-const WORDS = ["does not fit", "fits in segments", "fits as it is"];
+const WORDS = { "-1": "is not traced in segments", 0: "does not fit", 1: "fits in segments", 2: "fits as it is" };
+const SIGNS = { "-1": "?", 0: "–", 1: "◐", 2: "●" };
 
 // Which microbatches and lengths fit: a table of cells, which keyboards and screen readers can walk through.
 function showRegion(place, region, settings, choose) {
@@ -99,7 +100,7 @@ function showRegion(place, region, settings, choose) {
       const rows = region.microbatches[column];
       const here = (region.fixed || steps === settings.seq) && rows === (settings.microbatch ?? settings.batch);
       const words = `${whole(rows)} × ${whole(steps)} ${WORDS[fits]}`;
-      const button = make("button", { type: "button", class: `fit${fits}${here ? " here" : ""}`, title: words, "aria-label": words }, ["–", "◐", "●"][fits]);
+      const button = make("button", { type: "button", class: `fit${fits}${here ? " here" : ""}`, title: words, "aria-label": words }, SIGNS[fits]);
       button.addEventListener("click", () => choose({ microbatch: rows, ...(region.fixed ? {} : { seq: steps }) }));
       return make("td", {}, button);
     });
@@ -181,19 +182,19 @@ function mount(place, { ask, controls, settings, probes, told = () => {} }) {
   const form = make("form", { class: "controls", "aria-label": "Settings" });
   const title = make("h2"), verdict = make("p", { class: "verdict", role: "status" }), moment = make("p", { class: "soft" });
   const bars = make("tbody"), region = make("table", { class: "region" }), front = make("div"), advice = make("ul");
-  const copies = make("div"), measured = make("div"), probed = make("p", { class: "soft", role: "status" });
+  const copies = make("div"), measured = make("div", { class: "measured" }), probed = make("p", { class: "soft", role: "status" });
   const section = (name, ...parts) => make("section", {}, make("h3", {}, name), ...parts);
   const speed = section("How much memory does speed need?", front), tracing = make("p", { class: "soft tracing" });
-  const answers = make("div", { class: "answers" }, title, verdict, moment, tracing, make("table", { class: "bars" }, bars),
+  const answers = make("div", { class: "answers" }, moment, tracing, make("table", { class: "bars" }, bars),
     section("Advice", advice), section("Which microbatches and lengths fit?", make("div", { class: "scroll" }, region), make("p", { class: "soft" }, "● fits as it is, ◐ fits in segments, – does not fit. Choose a cell to go there.")),
     speed, measured, section("Take it with you", copies));
   if (probes) {
     const button = make("button", { type: "button" }, "Measure this");
     button.addEventListener("click", () => measure(button));
-    verdict.after(make("p", {}, button), probed);
+    answers.prepend(make("p", {}, button), probed);
   }
   place.classList.add("explorer");
-  place.replaceChildren(form, answers);
+  place.replaceChildren(make("div", { class: "head" }, title, verdict), form, answers);
 
   let waiting = false, again = false, timer;
   function refresh() {

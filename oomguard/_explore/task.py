@@ -2,7 +2,7 @@
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -16,7 +16,7 @@ from oomguard._device.find import find_budget, find_target
 from oomguard._estimate.breakdown import Estimate
 from oomguard._estimate.cards import card
 from oomguard._estimate.target import CPU, Target, on_card
-from oomguard._explore.answers import bars, control_of, places, toml_value, verdict
+from oomguard._explore.answers import bars, control_of, exact_text, places, toml_value, verdict
 from oomguard._explore.explorer import Explorer, Settings
 from oomguard._explore.traces import Grid, Point, Tracer, Want
 from oomguard._fleet.tasks import TRACED_ON
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 TURNED = ("microbatch", "accumulation", "segments", "precision")  # the knobs that the page has a control for
 CHECKED = ("segments", "microbatch")  # the knobs that may change the gradient of a task
 LENGTHS = (0.25, 0.5, 1, 2, 4)  # of the region, in units of the length that is asked for
+REST_SECONDS = 0.4  # settings that stay for so long are traced themselves
 POLL_SECONDS = 0.05
 
 
@@ -78,7 +79,8 @@ class TaskExplorer(Explorer):
         steps = None if self._longest == 0 else first.steps or self._longest
         self._rows = sorted({max(1, rows // 4), rows, 4 * rows})
         self._lengths = [None] if steps is None else sorted({max(1, steps // 4), steps})
-        self._grids: dict[Any, Grid] = {}
+        self._grids: dict[Hashable, Grid] = {}
+        self._asked: dict[Hashable, float] = {}  # when settings were first asked about
         usual = {name: KNOBS[name].field.default for name in TURNED} | {"microbatch": rows, "device": "cpu"}
         self.settings = usual | dict(settings) | ({} if steps is None else {"seq": steps})
 
@@ -173,11 +175,14 @@ class TaskExplorer(Explorer):
         counts = [shape._replace(segments=count) for count in self._counts() if count != shape.segments]
         others = [(shape._replace(accumulates=not shape.accumulates), target)]
         others += [(shape, CPU if target.cuda else on_card(card(TRACED_ON)))]
-        wants: list[Want] = [setting.point, *self._points(shape, target), *measured]
-        wants += [point for other in counts for point in self._points(other, target)]
-        wants += [*(CHECKED if self._tracer.first.step.cells else CHECKED[1:])]
-        wants += [point for other in others for point in self._points(*other)]
-        return self._tracer.want(wants, rests=self._grid(shape, target) is not None)
+        # a slider that moves passes many settings: one is traced itself once it stays
+        since = self._asked.setdefault(setting.point.key, time.monotonic())
+        stays = self._grid(shape, target) is None or time.monotonic() - since > REST_SECONDS
+        needed = [*([setting.point] if stays else []), *self._points(shape, target), *measured]
+        useful: list[Want] = [point for other in counts for point in self._points(other, target)]
+        useful += [*(CHECKED if self._tracer.first.step.cells else CHECKED[1:])]
+        useful += [point for other in others for point in self._points(*other)]
+        return self._tracer.want(needed, useful) + (not stays and not self._tracer.has(setting.point))
 
     def _points(self, shape: Shape, target: Target) -> list[Point]:
         return [Point(shape, target, rows, steps) for steps in self._lengths for rows in self._rows]
@@ -213,15 +218,18 @@ class TaskExplorer(Explorer):
         return f"{', '.join(parts)} on {setting.target.device}"
 
     def _region(self, setting: Setting) -> dict[str, Any]:
-        """For lengths and microbatches around those asked for: 2 fits as it is, 1 fits in segments, 0 does not fit."""
+        """For lengths and microbatches around those asked for: 2 fits as it is, 1 fits in segments, 0 does not fit.
+
+        -1: it does not fit in the segments that were traced so far.
+        """
         rows, steps = setting.candidate.microbatch, setting.steps
         most = 8 * max(rows, self._tracer.first.rows)
         sizes = sorted({*(1 << power for power in range(most.bit_length())), rows})
         own = [None] if steps is None else sorted({*_around(steps, self._longest or MAX_SEQ)})
-        cells = [[0] * len(sizes) for _ in own]
-        for count in self._counts():
+        grids = {count: self._known(setting.shape._replace(segments=count), setting.target) for count in self._counts()}
+        cells = [[0 if all(grids.values()) else -1] * len(sizes) for _ in own]
+        for count, grid in grids.items():
             shape = setting.shape._replace(segments=count)
-            grid = self._known(shape, setting.target)
             for line, length in zip(cells, own, strict=True):
                 if grid is not None and (count == 1 or length is None or count <= length):
                     fitting = self._fitting(grid, setting, shape, length, sizes)
@@ -301,7 +309,7 @@ class TaskExplorer(Explorer):
         if not isinstance(self.task, str):
             return {"python": python}
         batch = setting.candidate.microbatch * setting.candidate.accumulation
-        job = {"name": self.task.rpartition(":")[2], "task": self.task} | length | {"batch": batch}
+        job = {"name": self.task.replace(":", "."), "task": self.task} | length | {"batch": batch}
         lines = ["[[job]]", *(f"{name} = {toml_value(value)}" for name, value in job.items())]
         command = f"oomguard estimate --model {self.task} {in_flags(**length, **knobs, **where)}"
         return {"command": command, "python": python, "jobs": "\n".join(lines)}
@@ -323,7 +331,7 @@ def task_settings(
         got = f"the plan is of {plan.task}"
         raise MisuseError(rule=f"The plan must be one of {name_of(task)}", got=got, advice="Name the task of the plan.")
     knobs = {name: getattr(plan.candidate, name) for name in TURNED}
-    where = {"device": plan.where.device, "budget": f"{plan.budget_bytes}B", "seq": plan.seq}
+    where = {"device": plan.where.device, "budget": exact_text(plan.budget_bytes), "seq": plan.seq}
     return {name: value for name, value in (knobs | where | settings).items() if value is not None}, plan.records
 
 

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from oomguard._task.child import Answer
     from oomguard._task.live import Label
 
-REST_SECONDS = 0.4  # settings that stay for so long are traced themselves
-SLOW_SECONDS = 5.0  # where a trace takes longer, only what is asked for is traced
+SLOW_SECONDS = 5.0  # where a trace takes longer, only what an answer needs is traced
 END_SECONDS = 5.0  # the thread has so long to end
 
 
@@ -55,10 +54,13 @@ class Tracer:
         self._asker = Asker(task, first.target, steps=first.steps, allocator=first.shape.allocator)
         self._made: dict[Hashable, Answer | Finding | MisuseError] = {}
         self._wants: list[Want] = []
-        self._rests = False  # whether the first want must rest before it is traced
         self._news, self._closed = threading.Condition(), False
         self._seconds: list[float] = []
-        self.first = self._trace(first)
+        try:
+            self.first = self._trace(first)
+        except BaseException:
+            self._asker.close()
+            raise
         self._made[first._replace(rows=self.first.rows).key] = self.first
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
@@ -75,22 +77,21 @@ class Tracer:
         found: Finding | MisuseError | None = self._made.get(knob)  # type: ignore[assignment]
         return None if isinstance(found, MisuseError) else found
 
-    def want(self, wants: Sequence[Want], *, rests: bool = False) -> int:
+    def want(self, needed: Sequence[Want], useful: Sequence[Want]) -> int:
         """Set what is made next, the first ones first; returns how many are still missing.
 
-        With `rests`, the first one is made when no other was wanted for a moment. Where traces are slow, only the first
-        one is made.
+        What is only useful is left out where traces are slow.
         """
-        if len(self._seconds) > 1 and median(self._seconds[1:]) > SLOW_SECONDS:
-            wants = wants[:1]
-        missing = [want for want in wants if not self._is_made(want)]
+        slow = len(self._seconds) > 1 and median(self._seconds[1:]) > SLOW_SECONDS
+        missing = [want for want in (*needed, *(() if slow else useful)) if not self.has(want)]
         with self._news:
             if missing != self._wants:
-                self._wants, self._rests = missing, rests and missing[:1] == [*wants[:1]]
+                self._wants = missing
                 self._news.notify()
         return len(missing)
 
-    def _is_made(self, want: Want) -> bool:
+    def has(self, want: Want) -> bool:
+        """Whether a step was traced or a knob was checked, or could not be."""
         return (want if isinstance(want, str) else want.key) in self._made
 
     def _work(self) -> None:
@@ -106,10 +107,7 @@ class Tracer:
         """The next want as soon as there is one; None at the end."""
         with self._news:
             while not self._closed:
-                if self._rests:
-                    self._rests = self._news.wait(REST_SECONDS) and self._rests
-                    continue
-                want = next((want for want in self._wants if not self._is_made(want)), None)
+                want = next((want for want in self._wants if not self.has(want)), None)
                 if want is not None:
                     return want
                 self._news.wait()

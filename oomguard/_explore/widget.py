@@ -51,6 +51,20 @@ class ExplorerWidget(anywidget.AnyWidget):
         """What the explorer shows at first."""
         return self._explorer.whole_answer(self._explorer.settings)
 
+    def __repr__(self) -> str:
+        """What the explorer shows at first, as text: where no kernel runs, widgets cannot be shown."""
+        found = self._explorer.answer(self._explorer.settings)
+        if "error" in found:
+            return str(found["error"])
+        width = max(len(bar["name"]) for bar in found["bars"])
+        bars = [f"  {bar['name']:<{width}} {bar['text']:>11}" for bar in found["bars"]]
+        return "\n".join([found["title"], f"{found['verdict']}. {found['moment']}", *bars])
+
+    def _repr_mimebundle_(self, **options: Any) -> Any:
+        bundle = super()._repr_mimebundle_(**options)
+        data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
+        return None if data is None else (data | {"text/plain": repr(self)}, metadata)
+
     def _reply(self, _: Any, message: dict[str, Any], __: Any) -> None:
         reply = self._explorer.measure if message.get("kind") == "measure" else self._explorer.answer
         self.send({"id": message.get("id"), "reply": reply(message.get("settings", {}))})

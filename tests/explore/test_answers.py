@@ -11,6 +11,7 @@ from plans import plan_of
 import oomguard
 from oomguard._cli.app import run
 from oomguard._core.errors import MisuseError
+from oomguard._core.units import format_bytes
 from oomguard._explore.answers import answer, controls, read_question, settings_of
 from oomguard._report.estimate import to_json
 from oomguard._report.subject import find_subject
@@ -89,10 +90,35 @@ def test_settings_that_describe_nothing_are_told_as_elsewhere(settings: dict[str
 def test_an_explorer_of_a_plan_begins_with_its_candidate_and_has_its_records() -> None:
     plan = plan_of()
     subject = find_subject(measured=plan)
-    settings = settings_of(subject, f"{plan.budget_bytes}B")
+    settings = settings_of(subject)
     question = read_question(settings)
-    assert (question.spec, question.candidate) == (plan.spec, plan.candidate)
-    assert len(answer(settings, subject.records)["measured"]) == len(plan.records)
+    assert (question.spec, question.candidate, question.budget_bytes) == (plan.spec, plan.candidate, plan.budget_bytes)
+    found = answer(settings, subject.records)
+    assert len(found["measured"]) == len(plan.records)
+    assert not answer(settings | {"device": "t4"}, subject.records)["measured"]
+
+
+def test_measured_candidates_correct_the_verdict_and_stand_in_the_chart_of_speed() -> None:
+    model: dict[str, Any] = {"cell": "gru", "seq": 50, "hidden": 32, "batch": 4, "threads": 1}
+    record = oomguard.probe(**model)
+    subject = find_subject(**model, measured=[record], budget="1GiB")
+    settings = settings_of(subject, "1GiB")
+    plain, found = answer(settings), answer(settings, subject.records)
+    spare_bytes = subject.budget_bytes - int(subject.predict(subject.vary()).safe_bytes.iloc[0])
+    assert found["estimate"] == plain["estimate"]
+    assert found["verdict"] == f"Fits with {format_bytes(spare_bytes)} to spare, by 1 probe of this model"
+    (point,) = found["front"]["ran"]
+    assert point["peak_bytes"] == record.peak_bytes
+    assert point["speed"] <= 1
+
+
+def test_a_switch_that_is_off_is_copied(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {"cell": "gru", "seq": 400, "segments": 4, "recompute": False, "budget": "1GiB"}
+    found = answer(settings)
+    assert "--no-recompute" in found["copies"]["command"]
+    run([*shlex.split(found["copies"]["command"])[1:], "--json"])
+    assert json.loads(capsys.readouterr().out) == found["estimate"]
+    assert to_json(eval(found["copies"]["python"], {"oomguard": oomguard})) == found["estimate"]
 
 
 def test_every_control_is_a_setting() -> None:

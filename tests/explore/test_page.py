@@ -81,6 +81,28 @@ def test_a_cell_of_the_region_is_chosen_by_keyboard(page: Page) -> None:
     assert page.input_value('input[name="microbatch"]') == "1"
 
 
+def test_a_point_of_the_front_is_chosen_by_keyboard(page: Page) -> None:
+    point = page.locator("circle.point").first
+    words = point.get_attribute("aria-label") or ""
+    point.focus()
+    point.press("Enter")
+    rows = words.removeprefix("microbatch ").split(",")[0]
+    answered(page, "microbatch", int(rows))
+    assert page.input_value('input[name="microbatch"]') == rows
+    page.fill('input[name="segments"]', "1")
+
+
+def test_copied_texts_are_those_that_are_shown(page: Page) -> None:
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    for button, text in zip(page.locator(".copied button").all(), page.locator(".copied + pre").all(), strict=True):
+        button.click()
+        page.locator('.copied button:text-is("Copied")').first.wait_for()
+        assert page.evaluate("navigator.clipboard.readText()") == text.inner_text()
+    page.click("#link")
+    page.locator('#link:text-is("Copied")').wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == page.url
+
+
 def test_a_second_explorer_compares_and_a_link_keeps_both(page: Page, address: str) -> None:
     page.click("#compare")
     second = page.locator(".explorer").nth(1)
@@ -133,6 +155,9 @@ def test_the_server_answers_json_about_settings(address: str) -> None:
     [
         ("/", None, {}, 404),
         ("/answer", b"{}", {}, 404),
+        ("/measure", b"{}", {}, 404),
+        (f"/{'A' * 22}/answer", b"{}", {}, 404),
+        (f"/{'A' * 22}/", None, {}, 404),
         ("{own}answer", b"{}", {"Host": "evil.example"}, 400),
         ("{own}answer", b"{}", {"Content-Type": "text/plain"}, 415),
         ("{own}answer", b"[1", {}, 400),

@@ -252,3 +252,9 @@ def test_a_model_that_needs_all_steps_of_its_samples_gets_them() -> None:
     with Asker(task, CPU) as asker:
         assert asker.check("microbatch").exact
         assert asker.check("segments").exact
+
+
+def test_a_batch_that_is_larger_than_the_data_is_told() -> None:
+    samples = look(loader())
+    assert samples.notes(12) == [samples.words]
+    assert samples.notes(13)[1:] == ["A batch of 13 rows has some of the 12 samples more than once."]

@@ -101,6 +101,7 @@ def test_a_frame_is_planned_trained_and_predicted(here: Path) -> None:
     plan = oomguard.find_feasible_config(cell="gru", data=table, id="shop", target="sales", device=device, hidden=8)
     assert plan.data is not None
     assert (plan.spec.features, plan.spec.lengths) == (3, {12: 4})
+    assert plan.data.notes[-1] == "A step has at most 4 sequences, since there are fewer than the batch of 32."
     plan = plan_for(table, id="shop", target="sales")
     oomguard.train(plan, table, steps=1, run="r")
     assert oomguard.resume("r", table, steps=2).steps == 2
