@@ -4,6 +4,7 @@ It does nothing before the first recurrent call of a training or the first updat
 thread reads the memory in use, and writes all notes every second: so they are there however the process ends.
 """
 
+import mmap
 import os
 import sys
 import threading
@@ -43,7 +44,7 @@ class Recorder:
         self.calls = dict[tuple[object, ...], CallNotes]()
         self.began, self.first_update, self.first_peak_bytes = 0.0, 0.0, 0
         self.update_bytes = 0  # the most in use since the last update, as far as it was read
-        self.ballast = bytearray(0)
+        self.ballast: mmap.mmap | None = None
 
     def begin(self, device: str) -> ProcessNotes:
         """Return the notes of this process. The first call, which tells the device, starts the thread."""
@@ -53,7 +54,7 @@ class Recorder:
                 self.notes = ProcessNotes(
                     pid=os.getpid(), rank=int(rank) if rank.isdecimal() else None, python=sys.executable, device=device
                 )
-                self.began, self.ballast = monotonic(), bytearray(BALLAST_BYTES)
+                self.began, self.ballast = monotonic(), mmap.mmap(-1, BALLAST_BYTES, mmap.MAP_PRIVATE)
                 self.first_peak_bytes = _host_peak()
                 self.notes.base_bytes = self.notes.now_bytes = self.update_bytes = in_use(device)
                 self._read_budget(self.notes)
@@ -121,7 +122,8 @@ class Recorder:
 
     def end(self) -> None:
         """Write the last notes. Called when the interpreter ends; an error that ended the script is judged."""
-        self.ballast = bytearray(0)
+        if self.ballast is not None:
+            self.ballast.close()
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         failure = None
         if isinstance(error, Exception):

@@ -93,7 +93,7 @@ def check_run(run: Path) -> None:
     """Raise unless the directory is that of a run that was trained."""
     if not list_checkpoints(run / BEST) and not list_checkpoints(run / CHECKPOINTS):
         raise MisuseError(
-            rule="Predictions need a run that was trained",
+            rule="The directory must have a run that was trained",
             got=f"there is no checkpoint in {run}",
             advice="Give the directory that oomguard train has written to, such as runs/lstm-1000.",
         )

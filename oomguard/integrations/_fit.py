@@ -12,21 +12,34 @@ from torch.optim import Optimizer
 
 from oomguard._api.plan import find_feasible_config
 from oomguard._batch import Rows, map_leaves
-from oomguard._core.errors import MisuseError
+from oomguard._core.errors import MisuseError, check_choice, check_whole
 from oomguard._core.units import format_bytes, read_budget
 from oomguard._device.find import Device, open_device
 from oomguard._estimate.malloc import ENVIRONMENT
 from oomguard._guard import DONE, Guard, check_room, layout_of
 from oomguard._plan.task_value import TaskPlan
 from oomguard._probe.verdict import Verdict, judge
+from oomguard._spec.spec import MAX_SEQ
 from oomguard._task.layout import count_rows, split
 from oomguard._task.task import Task
 
 LOOKED_AT = 8
 """Batches of a loader without indices that are looked at: the largest of them is planned for."""
+ALLOWED = ("precision", "microbatch", "segments")
+"""Words of `allow`: precision, and the knobs that a check of gradients may find to be lossy."""
 Batch = Any  # whatever a loader returns: tensors, nested as the user likes
 Result = TypeVar("Result")
 Restore = Callable[[], None]
+
+
+def check_options(budget: int | str | None, segments: int | None, allow: str | tuple[str, ...]) -> tuple[str, ...]:
+    """Check the arguments that callbacks have in common, and return the words of `allow`."""
+    read_budget(budget)
+    check_whole("segments", segments, 1, MAX_SEQ)
+    words = allow.split(",") if isinstance(allow, str) else allow
+    for word in words:
+        check_choice("allow", word or "none", ("none", *ALLOWED))
+    return tuple(word for word in words if word in ALLOWED)
 
 
 class Parameters(Iterator[nn.Parameter]):

@@ -23,10 +23,10 @@ from oomguard._guard.events import Event
 from oomguard._guard.ladder import LadderPosition
 from oomguard._plan.task_value import TaskPlan
 from oomguard._rnn.rng import remember_all
-from oomguard._spec.spec import MAX_BATCH, MAX_SEQ
+from oomguard._spec.spec import MAX_BATCH
 from oomguard._task.task import Task
 from oomguard.integrations import _lightning_task as own
-from oomguard.integrations._fit import optimizer_of, plan_here
+from oomguard.integrations._fit import check_options, optimizer_of, plan_here
 from oomguard.integrations._lightning_steps import Steps
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -92,15 +92,11 @@ class OomGuard(Callback):
         timeout: float | str = 120.0,
         events: str | None = None,
     ) -> None:
-        read_budget(budget)
+        self.allow = check_options(budget, segments, allow)
         check_whole("batch", batch, 1, MAX_BATCH)
-        check_whole("segments", segments, 1, MAX_SEQ)
         check_choice("maximize", maximize, ("throughput", "batch"))
         self.budget, self.batch, self.maximize, self.weight, self.dim = budget, batch, maximize, weight, dim
         self.segments = segments
-        self.allow = tuple(word for word in allow.split(",") if word) if isinstance(allow, str) else tuple(allow)
-        for word in self.allow:
-            check_choice("allow", word, ("precision", "microbatch", "segments"))
         self.timeout, self.path = timeout, events
         self.plan: TaskPlan | None = plan if isinstance(plan, TaskPlan) else None
         self.peak_bytes = 0

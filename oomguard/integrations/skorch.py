@@ -24,6 +24,7 @@ from oomguard._task.task import Task
 from oomguard.integrations._fit import (
     Batch,
     Parameters,
+    check_options,
     detached,
     in_halves,
     in_pieces,
@@ -84,7 +85,7 @@ class OomGuard(Callback):  # type: ignore[misc]
 
     def initialize(self) -> "OomGuard":
         """Begin anew, with the plan that was given."""
-        read_budget(self.budget)
+        check_options(self.budget, self.segments, self.allow)
         self.plan_ = self.plan if isinstance(self.plan, TaskPlan) else None
         self.rung_, self.peak_bytes_, self.events_ = 0, 0, list[Any]()
         return self

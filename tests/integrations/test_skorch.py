@@ -170,6 +170,12 @@ def test_what_cannot_be_guarded_is_refused() -> None:
         fitted(OomGuard("much"))
 
 
+@pytest.mark.parametrize("wrong", [{"allow": "everything"}, {"segments": 0}])
+def test_wrong_arguments_are_told_before_the_training(wrong: dict[str, Any]) -> None:
+    with pytest.raises(oomguard.MisuseError, match=next(iter(wrong))):
+        fitted(OomGuard(**wrong))
+
+
 def test_a_missing_package_is_told_with_the_extra_that_has_it() -> None:
     code = "import sys; sys.modules['skorch'] = None; import oomguard.integrations.skorch"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
