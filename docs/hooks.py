@@ -15,7 +15,7 @@ from mkdocs.structure.files import File
 
 import oomguard
 from oomguard._cli.app import app
-from oomguard._cli.commands import EXIT_CODES
+from oomguard._cli.program import EXIT_CODES
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"

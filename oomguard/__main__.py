@@ -5,7 +5,7 @@ import sys
 INTERRUPTED, BROKEN = 130, 70
 """Exit codes that must work before anything is imported: 128 + SIGINT, and EX_SOFTWARE of sysexits.h.
 
-`EXIT_CODES` of _cli/commands.py has the meaning of all.
+`EXIT_CODES` of _cli/program.py has the meaning of all.
 """
 
 

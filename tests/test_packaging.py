@@ -12,9 +12,9 @@ from test_docs import loaded, oomguard_calls, parsed
 
 import oomguard
 from oomguard import __main__ as start
-from oomguard._cli import commands
+from oomguard._cli import program
 from oomguard._cli.app import run
-from oomguard._cli.commands import EXIT_CODES
+from oomguard._cli.program import EXIT_CODES
 
 ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -28,8 +28,8 @@ JOB: dict[str, Any] = yaml.safe_load((ROOT / "examples" / "kubernetes.yaml").rea
 
 def test_every_exit_code_of_the_code_has_its_meaning() -> None:
     names = ("FITS", "DOES_NOT_FIT", "MISUSE", "BROKEN", "INTERRUPTED", "BROKEN_PIPE")
-    assert [*EXIT_CODES] == [getattr(commands, name) for name in names] == [0, 1, 2, 70, 130, 141]
-    assert (start.INTERRUPTED, start.BROKEN) == (commands.INTERRUPTED, commands.BROKEN)
+    assert [*EXIT_CODES] == [getattr(program, name) for name in names] == [0, 1, 2, 70, 130, 141]
+    assert (start.INTERRUPTED, start.BROKEN) == (program.INTERRUPTED, program.BROKEN)
 
 
 def test_the_help_and_the_reference_list_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 
 import typer
 
-from oomguard._cli import commands
-from oomguard._cli.commands import BROKEN_PIPE, DOES_NOT_FIT, FITS, INTERRUPTED, MISUSE, Answer, Restart, app, say
+from oomguard._cli import program
+from oomguard._cli.commands import app
+from oomguard._cli.program import BROKEN_PIPE, DOES_NOT_FIT, FITS, INTERRUPTED, MISUSE, Answer, Restart, say
 from oomguard._core.errors import GuardError, MisuseError, nearest, shown, unknown
 from oomguard._core.system import thread_variables
 
@@ -26,7 +27,7 @@ UsageError: Any = typer.BadParameter.__bases__[0]
 
 def main() -> None:
     """Run the command line of this process, and exit with its code."""
-    commands.started_with = sys.argv[1:]
+    program.started_with = sys.argv[1:]
     os.environ.update(thread_variables())  # before PyTorch is imported
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

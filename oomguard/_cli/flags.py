@@ -101,6 +101,9 @@ PROBED = [flag for flag in CANDIDATE if KNOBS[flag.name].role.group != "loading"
 """Knobs of a probe, which generates its data itself."""
 FIXED = flags_of(Candidate, [name for name, knob in KNOBS.items() if not knob.searched], fixes=True)
 """Knobs that the user can fix before a search."""
+PLAN = Flag("plan", "PLAN", "Plan file, written by oomguard plan, or the directory of a run.")
+RUN = Flag("run", "RUN", "Directory of a training run, written by oomguard train.")
+FIXED_KNOBS: dict[str, Any] = {"Knobs (fixed if given)": FIXED}
 JSON = Flag("json", "", "Print one JSON document.", bool)
 QUIET = Flag("quiet", "", "Show no progress.", bool)
 VERBOSE = Flag("verbose", "", "Write every step of the progress as a line, with its time.", bool)

@@ -15,7 +15,7 @@ from rich.console import Console
 
 import oomguard
 from oomguard import _step as step_file
-from oomguard._cli import commands
+from oomguard._cli import program
 from oomguard._cli.app import run
 from oomguard._cli.flags import DATA, TRAINED
 from oomguard._data.open import Missing
@@ -161,13 +161,13 @@ def test_the_process_starts_again_with_the_plans_environment(here: Path) -> None
 
 def test_it_starts_again_only_if_something_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
-    monkeypatch.setattr(commands, "started_with", ["train", "plan.json"])
+    monkeypatch.setattr(program, "started_with", ["train", "plan.json"])
     monkeypatch.setenv("ONE", "1")
     monkeypatch.setattr(os, "execve", lambda *given: started.append(given))
-    commands._restart_with({"ONE": "1"})
+    program.restart_with({"ONE": "1"})
     assert started == []
-    with pytest.raises(commands.Restart) as restart:
-        commands._restart_with({"ONE": "2"})
+    with pytest.raises(program.Restart) as restart:
+        program.restart_with({"ONE": "2"})
     restart.value.do()
     assert started[0][1][1:] == ["-m", "oomguard", "train", "plan.json"]
     assert started[0][2]["ONE"] == "2"

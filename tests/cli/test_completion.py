@@ -35,6 +35,7 @@ COMMANDS = {
     "check",
     "explore",
     "fleet",
+    "work",
 }
 
 
