@@ -8,6 +8,7 @@ What is shown is arithmetic and a stored plan, so the pictures change only if th
 import io
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ THEMES = ("light", "dark")
 TOP = 1150  # height of the picture of the top of a page
 COLORS = 128  # colours of a picture: flat areas and text need few
 COMMANDS = ("estimate --model lstm --seq 10000 --budget 700MiB", f"tradeoffs --plan {PLAN.name}")
+EXPLORE = "explore --model lstm --seq 10000 --budget 700MiB"
 MODEL: dict[str, Any] = {"cell": "lstm", "seq": 10_000, "budget": "700MiB"}
 PAPER = {"light": ("#ffffff", "#1b1f24", "#f3f4f6"), "dark": ("#111417", "#e8ebef", "#1f252c")}
 """Background, text and background of code of a terminal and of a notebook."""
@@ -56,19 +58,39 @@ def take_shots() -> None:
                 shoot(browser, notebook, f"notebook-{width}-{theme}", width, theme)
                 shoot(browser, report, f"page-{width}-{theme}", width, theme, height=TOP)
                 shoot(browser, report, f"charts-{width}-{theme}", width, theme, part="section:has(figure)")
+        shoot_explorer(browser)
         browser.close()
 
 
 def shoot(
     browser: "Browser", page: str, name: str, width: int, theme: str, *, height: int | None = None, part: str = "body"
 ) -> None:
-    """Take a picture of the top of a page, or of a whole part of it, and store it with few colours."""
-    from PIL import Image
-
+    """Take a picture of the top of a page, or of a whole part of it."""
     view = browser.new_page(viewport={"width": width, "height": height or TOP}, color_scheme=theme)  # type: ignore[arg-type]
     view.set_content(page)
-    shot = view.screenshot() if height else view.locator(part).screenshot()
+    store(view.screenshot() if height else view.locator(part).screenshot(), name)
     view.close()
+
+
+def shoot_explorer(browser: "Browser") -> None:
+    """Take pictures of the explorer, which a server on this machine answers."""
+    command = [sys.executable, "-m", "oomguard", *EXPLORE.split()]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        address = server.stderr.readline().split()[2]
+        for theme in THEMES:
+            view = browser.new_page(viewport={"width": WIDTHS[-1], "height": TOP}, color_scheme=theme)  # type: ignore[arg-type]
+            view.goto(address)
+            view.locator("tr[data-term]").first.wait_for()
+            store(view.screenshot(), f"explore-{theme}")
+            view.close()
+        server.send_signal(signal.SIGINT)
+
+
+def store(shot: bytes, name: str) -> None:
+    """Store a picture with few colours."""
+    from PIL import Image
+
     buffer = io.BytesIO()
     Image.open(io.BytesIO(shot)).convert("RGB").quantize(COLORS).save(buffer, "PNG", optimize=True)
     (SCREENS / f"{name}.png").write_bytes(buffer.getvalue())

@@ -123,11 +123,11 @@ def verdict(estimate: Estimate, safe_bytes: int) -> str:
 
 
 def bars(parts: Mapping[str, int], estimate: Estimate) -> list[dict[str, Any]]:
-    """The parts of a peak by size, then the margin, the total and the budget, each with its bytes."""
+    """The parts of a peak by size, then their total, the margin and the budget, each with its bytes."""
     sizes = sorted(((int(size), name) for name, size in parts.items() if size), reverse=True)
-    rows = [(name, size) for size, name in sizes] + [("margin", int(estimate.margin_bytes))]
-    totals = [("total", int(estimate.total_bytes)), ("budget", int(estimate.budget_bytes or 0))]
-    return [{"name": name, "bytes": size, "text": format_bytes(size)} for name, size in rows + totals]
+    rows = [(name, size) for size, name in sizes]
+    rows += [(name, int(getattr(estimate, f"{name}_bytes") or 0)) for name in ("total", "margin", "budget")]
+    return [{"name": name, "bytes": size, "text": format_bytes(size)} for name, size in rows]
 
 
 def _region(question: Question, calibration: Calibration) -> dict[str, Any]:

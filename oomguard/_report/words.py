@@ -84,15 +84,19 @@ def time_words(seconds: float, spread: float | None = None, *, about: bool = Fal
 
 def noisy_words(seconds: float, spread: float | None) -> str:
     """A time as a table has it."""
-    noisy = spread is not None and spread >= NOISY
-    return format_seconds(seconds) + (f" ±{100 * spread:.0f} %" if noisy and spread is not None else "")
+    return format_seconds(seconds) + ("" if spread is None or spread < NOISY else f" ±{_percent(spread)}")
 
 
 def noise_words(spread: float | None) -> tuple[str, ...]:
     """A sentence that explains the mark of a noisy time, if there is one."""
     if spread is None or spread < NOISY:
         return ()
-    return (f"±{100 * spread:.0f} % is how much repeated times of a step differ here (their standard deviation).",)
+    return (f"±{_percent(spread)} is how much repeated times of a step differ here (their standard deviation).",)
+
+
+def _percent(spread: float) -> str:
+    """A standard deviation of the logarithm of a time, which says little beyond 100 %."""
+    return f"{100 * spread:.0f} %" if spread <= 1 else "100 % and more"
 
 
 def speed_words(per_second: float, word: str) -> str:

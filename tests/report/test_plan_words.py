@@ -129,6 +129,7 @@ def test_a_time_is_told_with_its_spread_if_it_is_noisy() -> None:
     assert "±" not in text(explain(quiet))
     assert "21.5 s ±15 %" in plan_page(noisy)
     assert '"time_spread": 0.15' in plan_json(noisy)
+    assert ", about 21.5 s ±100 % and more per step," in text(summarize(measured(time_spread=6.6)))
 
 
 @pytest.mark.parametrize(
