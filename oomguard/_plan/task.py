@@ -41,10 +41,10 @@ ALLOW = (*ALLOWED, "microbatch", "segments")
 """Words that `allow` takes: for some tasks, microbatches or segments change the gradient."""
 SEGMENTS = (4, 16, 64, 256)  # numbers of segments that are tried
 TRACE_ERROR, MARGIN, SMALL_MARGIN = 0.15, 0.05, 0.01
-"""Margins as shares of the growth over the runtime and of `OFFSET_BYTES`: of a trace alone, after a probe of half the
-rows, and after a probe close by. The first is the worst error that a trace may have. Half of the rows gave up to 3 %
-too little (3.4 MiB for a tagger that grew by 52), and a third probe makes up for a small second one. Probes repeat to
-about 1 %."""
+"""Margins as shares of the growth over the runtime: of a trace alone, after a probe of half the rows, and after a probe
+close by; the last two also of `OFFSET_BYTES`. The first is the worst error that a trace may have. Half of the rows gave
+up to 3 % too little (3.4 MiB for a tagger that grew by 52), and a third probe makes up for a small second one. Probes
+repeat to about 1 %."""
 WORTH = 1.02  # a further probe must promise so many times the rows, and another setting must be so much faster
 MAX_PROBES = 3  # probes that find the largest microbatch
 FEWEST_PASSES = 2  # of a probe: the second finds the gradients and the heap of the first

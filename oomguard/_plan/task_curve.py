@@ -79,9 +79,14 @@ class Curve:
         return int(self.points[0].terms["runtime"]) if self.runtime_bytes is None else self.runtime_bytes
 
     def safe_bytes(self, rows: int, margin: float) -> int:
-        """The predicted peak with a margin: a share of the growth over the runtime and of `OFFSET_BYTES`."""
+        """The predicted peak with a margin: a share of the growth over the runtime.
+
+        Peaks that a probe has corrected err by some MiB whatever their size, so that theirs has a share of
+        `OFFSET_BYTES` too.
+        """
         peak_bytes = self.peak_bytes(rows)
-        return peak_bytes + int(margin * (peak_bytes - self._runtime + OFFSET_BYTES))
+        offset_bytes = 0 if self.runtime_bytes is None else OFFSET_BYTES
+        return peak_bytes + int(margin * (peak_bytes - self._runtime + offset_bytes))
 
     def largest(self, budget_bytes: int, margin: float, most: int = MAX_BATCH) -> int:
         """The most rows that fit a budget, from the largest trace that fits on; 0 if not even one row does."""
