@@ -121,9 +121,11 @@ def _data(plan: Plan) -> list[Section]:
 
 
 def train_command(plan: Plan, path: str) -> str:
-    """The command that trains the plan in a file; it names data only if the plan does not."""
+    """The command that trains the plan in a file: with as many processes as it is for, and with data if it has none."""
     known = plan.data is not None and plan.data.path is not None
-    return f"oomguard train {shlex.quote(path)}" + ("" if known else " --data FILE")
+    shards = plan.candidate.shards
+    several = f"torchrun --nproc-per-node {shards} -m -- " * (shards > 1)
+    return f"{several}oomguard train {shlex.quote(path)}" + ("" if known else " --data FILE")
 
 
 def known_words(plan: Plan) -> str:

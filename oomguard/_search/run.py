@@ -89,9 +89,7 @@ class Search:
     records: list[Record] = field(default_factory=list)
     stale: bool = False
     ended: str | None = None
-    workers: Mapping[str, AnyRunner] | None = (
-        None  # runners elsewhere, by device; None: devices are those of this machine
-    )
+    workers: Mapping[str, AnyRunner] | None = None  # runners elsewhere, by device; None: devices are here
     lost: list[LostError] = field(default_factory=list)  # why workers were lost
     helps: bool = False  # whether it is a worker for the search of another process, and ends with that one
     waited_with: object = None  # what was known when there was nothing to do but to wait for others

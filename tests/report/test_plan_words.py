@@ -13,7 +13,7 @@ from oomguard._plan.find import AIMS as SEARCHED
 from oomguard._plan.value import Plan, Reach, Shortfall, Way
 from oomguard._report.notebook import to_html
 from oomguard._report.page import plan_page
-from oomguard._report.plan import AIMS, ENDED, explain, explain_shortfall, plan_json, summarize
+from oomguard._report.plan import AIMS, ENDED, explain, explain_shortfall, plan_json, summarize, train_command
 from oomguard._report.tables import Section, Table
 from oomguard._report.words import candidate_words, speed_words
 from oomguard._spec.candidate import Candidate
@@ -104,6 +104,13 @@ def test_what_is_wrong_with_plain_pytorch_is_told(peak_bytes: int, margin_bytes:
     expected = msgspec.structs.replace(plan.plain.expected, peak_bytes=peak_bytes, margin_bytes=margin_bytes)
     plain = msgspec.structs.replace(plan.plain, fits=False, expected=expected)
     assert phrase in text(summarize(msgspec.structs.replace(plan, plain=plain)))
+
+
+def test_a_plan_for_several_processes_is_started_with_as_many() -> None:
+    alone = measured()
+    shared = measured(candidate=msgspec.structs.replace(alone.candidate, shards=2))
+    assert train_command(alone, "a b.json") == "oomguard train 'a b.json' --data FILE"
+    assert train_command(shared, "p.json") == "torchrun --nproc-per-node 2 -m -- oomguard train p.json --data FILE"
 
 
 @pytest.mark.parametrize(
